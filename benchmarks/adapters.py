@@ -72,7 +72,7 @@ class Way:
         self.pushes: list[float] = []
 
     def run(self, policies: dict[str, Policy], prompts: Sequence[list[int]], version: int) -> None:
-        """One round."""
+        """Run one round."""
         begin = time.process_time()
         for name, transport in self.transports.items():
             push(transport, self.engine.of_policy(name), policies[name], version)
@@ -92,14 +92,14 @@ class Way:
 
 
 def made_prompts() -> list[list[int]]:
-    """Rows of three to eight digits, each for eight completions."""
+    """Return rows of three to eight digits, each for eight completions."""
     rng = random.Random(0)
     rows = ([3 + rng.randrange(10) for _ in range(rng.randint(3, 8))] for _ in range(REQUESTS // 8))
     return [[*row, 2] for row in rows for _ in range(8)]
 
 
 def trained(model: str, rank: int, seed: int) -> Policy:
-    """A LoRA policy whose adapters are not zero."""
+    """Return a LoRA policy whose adapters are not zero."""
     policy, generator = Policy(model, lora=LoRA(rank=rank)), torch.Generator().manual_seed(seed)
     for name, parameter in policy.named_parameters():
         if ".lora_" in name:

@@ -86,7 +86,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def options(algorithm: dict[str, Any]) -> list[str]:
-    """The algorithm as command-line options."""
+    """Return the algorithm as command-line options."""
     arguments = []
     for key, value in algorithm.items():
         if key == "data":
@@ -102,7 +102,7 @@ def options(algorithm: dict[str, Any]) -> list[str]:
 
 
 def run(algorithm: dict[str, Any], seed: int, iterations: int) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Run once in a process of its own."""
     length = ["--data.init_args.iterations_per_epoch", str(iterations)]
     unsaved = ["--trainer.enable_checkpointing", "false"]
     _, rows = fitted(CONFIG, seed, [*options(algorithm), *length, *unsaved])
@@ -117,7 +117,7 @@ def run(algorithm: dict[str, Any], seed: int, iterations: int) -> dict[str, Any]
 
 
 def row(name: str, runs: list[dict[str, Any]]) -> str:
-    """A line of the table: iterations, CPU seconds and final accuracy, seed by seed."""
+    """Return a line of the table: iterations, CPU seconds and final accuracy, seed by seed."""
     cells = [
         " / ".join("-" if r["iterations"] is None else str(r["iterations"]) for r in runs),
         " / ".join("-" if r["cpu_s"] is None else f"{r['cpu_s']:.0f}" for r in runs),

@@ -43,7 +43,7 @@ FORK = 1
 
 @dataclass(frozen=True)
 class Way:
-    """How a group is collected, and credited: ``k`` branches off each of so many ``games``."""
+    """A way to collect and credit a group: ``k`` branches off each of so many ``games``."""
 
     advantage: Advantage
     games: int
@@ -75,7 +75,7 @@ class Forest:
 
     @property
     def own_fields(self) -> Tensor:
-        """Fields before the turns that were generated; else -1."""
+        """Return the fields before the turns that were generated; else -1."""
         return torch.where(torch.arange(self.game.turns) >= self.origin[:, 2:3], self.fields, -1)
 
     def rollouts(self) -> list[Rollout]:
@@ -90,7 +90,7 @@ class Forest:
 def collected(
     game: Game, way: Way, logits: Tensor, groups: int, generator: torch.Generator
 ) -> Forest:
-    """So many groups."""
+    """Collect so many groups."""
     number = torch.arange(groups * way.games)
     fields, actions = game.played(logits, game.begun(len(number)), generator)
     nothing = torch.zeros_like(number)
@@ -114,7 +114,7 @@ def collected(
 def measure(
     game: Game, way: Way, logits: Tensor, exact: Tensor, groups: int, generator: torch.Generator
 ) -> dict[str, float]:
-    """Tokens per group, noise, cosine and sigmas."""
+    """Measure tokens per group, noise, cosine and sigmas."""
     forest = collected(game, way, logits, groups, generator)
     batch = way.advantage(pack_rollouts(forest.rollouts()))
     credit = batch["tokens", "advantages"][batch["tokens", "loss_mask"]].double()
@@ -145,7 +145,7 @@ def run(groups: int, seed: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: of both games tokens per group, noise, and sigmas."""
+    """Return Markdown with tokens per group, noise, and sigmas of both games."""
     return [
         "| group | walk: tokens | noise | off by | plan: tokens | noise | off by |",
         "|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""How long prompts take to load, and how much memory: ``python -m benchmarks.data``.
+"""Measure how long prompts take to load, and how much memory: ``python -m benchmarks.data``.
 
 Prompts of 200 characters in a JSON-lines and in a Parquet file, with ``max_prompt_tokens``. Each is
 loaded twice, in a process of its own: the first time makes what is kept beside the data, the second
@@ -24,7 +24,7 @@ DRAWN = 1000
 
 
 def write_prompts(folder: Path, count: int) -> None:
-    """``rows.jsonl`` and ``rows.parquet`` with the same rows."""
+    """Write ``rows.jsonl`` and ``rows.parquet`` with the same rows."""
     import pyarrow
     import pyarrow.json
     import pyarrow.parquet
@@ -46,7 +46,7 @@ def write_prompts(folder: Path, count: int) -> None:
 
 
 def write_tokenizer(folder: Path, rows: Path) -> None:
-    """A byte-level BPE of 4000 tokens, as pretrained models have them."""
+    """Train a byte-level BPE of 4000 tokens, as pretrained models have them."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path, rows: Path) -> None:
 
 
 def memory() -> dict[str, float]:
-    """MB of this process: resident, of them anonymous and of files, and at most so far."""
+    """Return this process's MB: resident, of them anonymous and of files, and at most so far."""
     told = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     keys = {"rss": "VmRSS", "anonymous": "RssAnon", "file": "RssFile", "peak": "VmHWM"}
     return {name: int(told[key].split()[0]) / 1024 for name, key in keys.items()}
@@ -86,7 +86,7 @@ def measure(path: Path, tokenizer: Path) -> dict[str, float]:
 
 
 def in_a_process(path: Path, tokenizer: Path) -> dict[str, Any]:
-    """:func:`measure`, in a fresh process."""
+    """Call :func:`measure` in a fresh process."""
     command = [sys.executable, "-m", "benchmarks.data", "--one", str(path), str(tokenizer)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,6 @@ of float32. ``reward`` is the mean at the end. ``--save`` also writes the table 
 docs/experts.md.
 """
 
-import asyncio
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,14 +26,13 @@ from lightning.pytorch import Trainer
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.support.results import parser_of, report, write_block
+from benchmarks.support.task import sampled
 from lightning_rl import PolicyModule, RLDataModule, Sampling, TransformersEngine, UpdateSettings
-from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.extend import RolloutRouting
-from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop.background import run_async
+from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
 
 SAMPLING = Sampling(max_tokens=12)
@@ -42,7 +40,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "experts.md"
 
 
 def save_model(directory: Path) -> None:
-    """The mixture, with the tokenizer of digits."""
+    """Save the mixture, with the tokenizer of digits."""
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=16, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
@@ -55,29 +53,20 @@ def save_model(directory: Path) -> None:
 
 
 def different_digits(completions: list[str], **_: Any) -> list[float]:
-    """Their number, of ten. There are many ways to write them, so the policy keeps its entropy."""
+    """Reward the number of different digits, of ten. There are many ways to write them, so the
+    policy keeps its entropy.
+    """
     return [len({letter for letter in text if letter.isdigit()}) / 10 for text in completions]
-
-
-def written(engine: TransformersEngine) -> list[Rollout]:
-    """Four completions of each of 64 prompts."""
-    prompts = [Prompt(str(n), "", [3 + n % 10, 3 + n // 10, 2]) for n in range(64)]
-    rollouts = new_rollouts(prompts, 4, SAMPLING, 0, iteration=-2)
-
-    async def run() -> None:
-        await asyncio.gather(*(SingleTurn().run(one, engine, SAMPLING) for one in rollouts))
-
-    run_async(run())
-    return rollouts
 
 
 @torch.no_grad()
 def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[str, float]:
-    """Of the module's weights, once they are the engine's."""
+    """Return the gaps of the module's weights, once the engine has them."""
     policy = module.loaded_policy
     engine.load_weights(policy.named_weights(), engine.version + 1)
     found: dict[str, float] = {}
-    batch = pack_rollouts(written(engine))
+    prompts = [Prompt(str(n), "", [3 + n % 10, 3 + n // 10, 2]) for n in range(64)]
+    batch = pack_rollouts(sampled(engine, prompts, SAMPLING, seed=0))
     for suffix, replays in (("", False), ("_replayed", True)):
         policy.replays = replays
         with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
@@ -89,7 +78,7 @@ def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[
 
 
 def trained(model: Path, dtype: str, replays: bool, updates: int) -> dict[str, Any]:
-    """The gaps of a policy after so many updates, and the reward that it gets."""
+    """Return a policy's gaps after so many updates, and the reward that it gets."""
     engine = TransformersEngine(dtype, device="cpu", routed_experts=True)
     datamodule = RLDataModule(
         IterablePrompts([{"prompt": f"{n}="} for n in range(10, 74)], seed=1),
@@ -143,7 +132,7 @@ def measure(updates: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: the gaps, without and with the replay."""
+    """Return Markdown with the gaps, without and with the replay."""
     rows = {
         "bfloat16": result,
         "bfloat16, trained with the replay": result["trained"],
@@ -164,7 +153,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def nats(gap: float, style: str) -> str:
-    """In this style, or with an exponent where that would show nothing but zeros."""
+    """Format nats in this style, or with an exponent where that would show nothing but zeros."""
     return f"{gap:{style if gap > 1e-4 else '.1e'}}".replace("e-0", "e-")
 
 

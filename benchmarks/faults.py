@@ -1,4 +1,4 @@
-"""What breaks on purpose, what comes of it, and how long that takes.
+"""Report what breaks on purpose, what comes of it, and how long that takes.
 
     python -m benchmarks.faults [--ray] [--save]
 
@@ -54,7 +54,7 @@ def measure(files: list[str]) -> list[Fault]:
 
 
 def faults_in(results: Path) -> list[Fault]:
-    """From pytest's XML, in the order of the tests."""
+    """Read the faults from pytest's XML, in the order of the tests."""
     found = []
     for case in ElementTree.parse(results).iter("testcase"):
         for note in case.iter("property"):

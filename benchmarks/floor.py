@@ -26,7 +26,7 @@ from benchmarks.support.task import LR, MODEL, Rows, fit, make_data, make_module
 from lightning_rl import PolicyModule, PreviewTable, Rollout, StepTimer, WeightSync
 
 PHASES = ("generate", "train", "sync")
-"""Of an iteration, as StepTimer records them: in wall seconds."""
+"""The phases of an iteration, as StepTimer records them, in wall seconds."""
 FLOORS = ("shared", "unshared", "skipping", "asking")
 
 
@@ -88,7 +88,7 @@ class Floor(Rows):
             self.rows.append(row)
 
     def generate(self, asking: bool) -> None:
-        """As many tokens as the rollouts have, for the same prompts."""
+        """Generate as many tokens as the rollouts have, for the same prompts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -112,7 +112,7 @@ class Floor(Rows):
 
 
 def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
-    """Those in whose group rewards differ."""
+    """Keep the rollouts in whose group rewards differ."""
     rewards: dict[str, set[float | None]] = {}
     for rollout in rollouts:
         rewards.setdefault(rollout.group_id, set()).add(rollout.reward)
@@ -120,7 +120,7 @@ def with_spread(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def cpu_seconds(function: Any, *arguments: Any) -> float:
-    """CPU seconds (all threads) of one call."""
+    """Return the CPU seconds (all threads) of one call."""
     begin = time.process_time()
     function(*arguments)
     return time.process_time() - begin

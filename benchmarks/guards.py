@@ -50,7 +50,7 @@ Curve = list[tuple[int, float]]
 
 
 def run_arm(engine: VLLMLocal, arm: str, seed: int) -> dict[str, Any]:
-    """One run: its held-out accuracy by iteration, its logprob gaps, and how often it acted."""
+    """Run once; return held-out accuracy by iteration, logprob gaps, and how often it acted."""
     make, sync_every = ARMS[arm]
     data = make_data(
         ITERATIONS,
@@ -83,7 +83,7 @@ def _curve(clock: Clock, name: str) -> Curve:
 
 
 def measured(seeds: int) -> dict[str, Any]:
-    """All arms, seed by seed."""
+    """Run all arms, seed by seed."""
     prepare()
     engine = KeptEngine(dtype="bfloat16", max_model_len=32)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
@@ -114,7 +114,7 @@ def measured(seeds: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: str) -> None:
-    """Accuracy of every run and the arm's mean, and the gaps that the guard saw."""
+    """Draw accuracy of every run and the arm's mean, and the gaps that the guard saw."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -145,7 +145,7 @@ def draw(result: dict[str, Any], path: str) -> None:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown, an arm a line: held-out accuracy over the seeds."""
+    """Return Markdown, an arm a line: held-out accuracy over the seeds."""
     names = {"Correct": "`Correct` with `TokenTIS`", "synced": "synced every iteration"}
     lines = ["| arm | accuracy at the start | after, mean | worst seed | best seed |"]
     lines.append("|---|---|---|---|---|")

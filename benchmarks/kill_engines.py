@@ -51,11 +51,11 @@ LONGEST_S = 3.0
 PATIENCE_S = 300.0
 GRADING_S = 1.0
 JOINED = "has joined the engine"
-"""What the run prints for each server that joins."""
+"""The words that the run prints for each server that joins."""
 
 
 class Servers:
-    """Those that serve at present, and the file in which they are listed."""
+    """The servers that serve at present, and the file in which they are listed."""
 
     def __init__(self, model: Path, folder: Path, count: int, batched: bool, seed: int) -> None:
         alone: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
@@ -95,7 +95,7 @@ class Servers:
         self._list()
 
     def wait(self, condition: Callable[[], object], what: str) -> None:
-        """Until a condition holds, and then a random time.
+        """Wait until a condition holds, and then a random time.
 
         Raises:
             SystemExit: if it does not within ``PATIENCE_S``, or a server does not start.
@@ -118,13 +118,13 @@ class Servers:
 
 
 def take_time(completions: list[Any], **columns: Any) -> list[float]:
-    """A reward that leaves the cores to servers that start."""
+    """Return a reward that leaves the cores to servers that start."""
     time.sleep(GRADING_S)
     return [0.0] * len(completions)
 
 
 def begin(data: Path, out: Path, servers: Servers, iterations: int) -> Any:
-    """The run, of so many iterations if nobody stops it."""
+    """Begin the run, of so many iterations if nobody stops it."""
     config = configuration(data, out, "SyncCollector", "TransformersEngine")
     # It looks at the engine's logprobs; without it weights depend on tokens alone.
     del config["model"]["init_args"]["correction"]
@@ -149,7 +149,7 @@ def begin(data: Path, out: Path, servers: Servers, iterations: int) -> Any:
 
 
 def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, int]:
-    """A run whose servers are killed, and that is then stopped; iterations, and kills with notice.
+    """Kill servers of a run, then stop it; return iterations, and kills with notice.
 
     Raises:
         SystemExit: if it did not get that far.
@@ -181,12 +181,12 @@ def disturbed(data: Path, out: Path, options: argparse.Namespace) -> tuple[int, 
 
 
 def has_joined(log: Path, times: int) -> bool:
-    """Whether so many servers have joined the run that prints there."""
+    """Tell whether so many servers have joined the run that prints to ``log``."""
     return log.read_text().count(JOINED) >= times
 
 
 def compare(runs: list[Path], iterations: int) -> tuple[list[str], int, float]:
-    """What differs but for logprobs; the number of rollouts; the largest difference of logprobs."""
+    """Return the differences but for logprobs, the number of rollouts, and the largest gap."""
     states = [torch.load(run / f"checkpoints/iteration_{iterations}.ckpt") for run in runs]
     kept = ("state_dict", "optimizer_states", "lr_schedulers")
     found = [d for name in kept for d in differences(states[0][name], states[1][name], name)]
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(options: argparse.Namespace, out: Path) -> int:
-    """Both runs, and the last line; 0 if they are equal."""
+    """Measure both runs, print the last line, and return 0 if they are equal."""
     data = out / "data"
     prepare(data)
     (out / "alone").mkdir()

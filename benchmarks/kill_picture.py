@@ -1,4 +1,4 @@
-"""The quickstart's run, killed ten times, beside the same run that nothing stopped; and SFT's.
+"""Draw the quickstart's run, killed ten times, beside the run that nothing stopped; and SFT's.
 
     lightning-rl quickstart                  makes the model and its questions
     python -m benchmarks.kill_picture [--out docs/images/killed.png]
@@ -37,7 +37,7 @@ MODELS = {"smollm2": "runs/smollm2/model", "sort_digits": "runs/sort_digits/sft/
 MADE_BY = {"smollm2": "lightning-rl quickstart",
            "sort_digits": "python -m recipes.sort_digits.quickstart"}  # fmt: skip
 COLLECTING_S = 0.3
-"""Of which a share passes before the SIGKILL: an iteration collects for longer."""
+"""The time of which a share passes before the SIGKILL: an iteration collects for longer."""
 COLOURS = ("#174a7e", "#d9822b", "#3a9474", "#b03a5b")
 ROWS = 96
 """Rows that SFT learns from: two epochs of 8 rows a step are 24 steps."""
@@ -45,7 +45,7 @@ ROWS = 96
 
 @dataclass
 class Run:
-    """What is run, and what of it is drawn."""
+    """A run, and what is drawn of it."""
 
     name: str
     config: dict[str, Any]
@@ -55,13 +55,13 @@ class Run:
     iterations: int
 
     def points(self, kills: int) -> list[Point]:
-        """Where it is killed: each stage in turn, spread over its iterations."""
+        """Return the points of the kills: each stage in turn, spread over the iterations."""
         places = [1 + number * (self.iterations - 1) // kills for number in range(kills)]
         stages = [self.stages[number % len(self.stages)] for number in range(kills)]
         return [Point(stage, place, 0.5) for stage, place in zip(stages, places, strict=True)]
 
     def configured(self, out: Path) -> dict[str, Any]:
-        """The configuration, with a checkpoint every iteration and its logs in ``out``."""
+        """Return the configuration, with a checkpoint every iteration and its logs in ``out``."""
         config: dict[str, Any] = json.loads(json.dumps(self.config))
         every = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 1}}
         config["trainer"]["callbacks"].append(every)
@@ -70,7 +70,7 @@ class Run:
         return config
 
     def values(self, out: Path) -> list[float]:
-        """The metric of every iteration so far; an evaluation before the first has none."""
+        """Return the metric of every iteration so far; an evaluation before the first has none."""
         lines = (run_directory(out) / "metrics.jsonl").read_text().splitlines()
         rows = {row["iteration"]: row for row in map(json.loads, lines) if self.metric in row}
         return [row[self.metric] for _, row in sorted(rows.items())]
@@ -94,7 +94,7 @@ class Run:
 
 
 def grpo(recipe: str) -> Run:
-    """The recipe's own run."""
+    """Return the recipe's own run."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "recipes" / recipe / "grpo.yaml").read_text())
     unseen = ("RLProgressBar", "HFExport", "IterationCheckpoint")
     trainer = config["trainer"]
@@ -107,7 +107,7 @@ def grpo(recipe: str) -> Run:
 
 
 def sft(recipe: str, rows: Path) -> Run:
-    """SFT of the same model on answers to the recipe's questions."""
+    """Return SFT of the same model on answers to the recipe's questions."""
     lines = (ROOT / "runs" / recipe / "train.jsonl").read_text().splitlines()[:ROWS]
     asked = map(json.loads, lines)
     answered = [
@@ -132,7 +132,7 @@ def sft(recipe: str, rows: Path) -> Run:
 
 
 def draw(runs: Sequence[tuple[Run, list[float], list[float], list[int]]], path: Path) -> None:
-    """The uninterrupted runs as lines, the killed ones as dots, in a new colour after each kill."""
+    """Draw uninterrupted runs as lines, killed ones as dots, in a new colour after each kill."""
     figure = Figure(figsize=(9, 3.4 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(runs), 1, squeeze=False)[:, 0]

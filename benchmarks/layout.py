@@ -34,7 +34,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
 
 def make_pack(count: int, tokens: int) -> TensorDict:
-    """Rollouts of equal lengths."""
+    """Make rollouts of equal lengths."""
     size = tokens * 3 // 4
     return pack_rollouts(
         [
@@ -50,7 +50,7 @@ def make_pack(count: int, tokens: int) -> TensorDict:
 
 
 def masked(pack: TensorDict) -> int:
-    """Everything, with a mask for each completion."""
+    """Lay out everything, with a mask for each completion."""
     bound, attention_batches.MAX_MASK = attention_batches.MAX_MASK, 1 << 62
     try:
         assert build_layout(pack).varlen
@@ -60,13 +60,13 @@ def masked(pack: TensorDict) -> int:
 
 
 def masks_of(pack: TensorDict) -> int:
-    """Bytes of the masks for SDPA."""
+    """Return bytes of the masks for SDPA."""
     parts = build_layout(pack).batches.parts
     return sum(0 if part.mask is None else part.mask.nbytes for part in parts)
 
 
 def varlen(pack: TensorDict) -> int:
-    """For a fused kernel, which needs no mask."""
+    """Lay out a pack for a fused kernel, which needs no mask."""
     assert build_layout(pack).varlen
     return 0
 
@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[TensorDict], int]] = {
 
 
 def measure(pack: TensorDict, repeats: int) -> dict[str, float]:
-    """Medians of CPU seconds, and bytes of masks."""
+    """Return medians of CPU seconds, and bytes of masks."""
     seconds: dict[str, list[float]] = {name: [] for name in WAYS}
     sizes: dict[str, int] = {}
     for repeat in range(repeats):
@@ -91,7 +91,7 @@ def measure(pack: TensorDict, repeats: int) -> dict[str, float]:
 
 
 def table(result: dict[str, dict[str, float]]) -> list[str]:
-    """Markdown, a line per pack."""
+    """Return Markdown, a line per pack."""
     return [
         "| rollouts x tokens | a mask for each, s | masks, MiB | for SDPA, s | masks, MiB "
         "| for the fused kernel, s |",

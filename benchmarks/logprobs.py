@@ -31,7 +31,7 @@ SPAN = 6  # the plain way holds five tensors as large as all logits at its peak;
 
 
 def problem(tokens: int) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
-    """Hidden states, output layer, targets, and what flows back into logprobs and entropies."""
+    """Make hidden states, output layer, targets, and gradients of logprobs and entropies."""
     generator = torch.Generator().manual_seed(0)
     linear = nn.utils.skip_init(nn.Linear, HIDDEN, VOCABULARY, bias=False)
     linear.weight.data.normal_(std=0.02, generator=generator)
@@ -55,14 +55,14 @@ METHODS = {"ours": ours, "naive": naive}
 
 
 def gradients(method: str, tokens: int) -> list[Tensor]:
-    """Of hidden states and weight."""
+    """Return the gradients of hidden states and weight."""
     hidden, output, targets, upstream = problem(tokens)
     results = METHODS[method](hidden, output, targets)
     return list(torch.autograd.grad(results, (hidden, output.weight), tuple(upstream)))
 
 
 def measure(method: str, tokens: int) -> dict[str, float]:
-    """Peak bytes and CPU seconds of one forward and backward in this process."""
+    """Measure peak bytes and CPU seconds of one forward and backward in this process."""
     hidden, output, targets, upstream = problem(tokens)
     METHODS[method](hidden[:8], output, targets[:8])[0].sum().backward()  # what is loaded once
     hidden.grad = output.weight.grad = None
@@ -76,7 +76,7 @@ def measure(method: str, tokens: int) -> dict[str, float]:
 
 
 def compare(tokens: int) -> dict[str, float]:
-    """Largest absolute difference of gradients, and of norms in proportion."""
+    """Return the largest absolute difference of gradients, and of norms in proportion."""
     pairs = list(zip(gradients("ours", tokens), gradients("naive", tokens), strict=True))
     return {
         "grad_max_abs_diff": max(float((a - b).abs().max()) for a, b in pairs),
@@ -85,25 +85,25 @@ def compare(tokens: int) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes of memory this process holds now."""
+    """Return bytes of memory this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def available() -> int:
-    """Bytes that the machine could give without swapping."""
+    """Return bytes that the machine could give without swapping."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(s.split()[1]) * 1024 for s in lines if s.startswith("MemAvailable"))
 
 
 def child(*arguments: object) -> dict[str, float]:
-    """The same module in a process of its own; returns what its last line says."""
+    """Run the same module in a process of its own; return what its last line says."""
     command = [sys.executable, "-m", "benchmarks.logprobs", *map(str, arguments)]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def run(tokens: int) -> dict[str, Any]:
-    """All measurements."""
+    """Run all measurements."""
     fits = SPAN * tokens * VOCABULARY * 4 < available()
     sizes = [tokens] if fits else [tokens // 8, tokens // 4]
     full = child("--method", "ours", "--tokens", tokens)

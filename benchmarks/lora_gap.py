@@ -17,7 +17,6 @@ the same figures, over a quarter of the steps, where engines and trainer compute
 model of the merged weights, as they are.
 """
 
-import asyncio
 import random
 import statistics
 import tempfile
@@ -31,8 +30,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.results import parser_of, report
+from benchmarks.support.task import sampled
 from lightning_rl import NF4, Int8, LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
-from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.data.batch import token_rows
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine
@@ -40,7 +39,6 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.rollout import Prompt, Rollout
-from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.base import push
 from recipes.sort_digits.prepare import make_model, make_tokenizer, write_model
 
@@ -56,25 +54,14 @@ def engine_of(kind: str, dtype: str, adapters: str) -> Engine:
 
 
 def prompts() -> list[Prompt]:
-    """32 rows of three to eight digits."""
+    """Make 32 rows of three to eight digits."""
     rng = random.Random(0)
     rows = [[3 + rng.randrange(10) for _ in range(rng.randint(3, 8))] for _ in range(32)]
     return [Prompt(str(place), "", [*row, 2]) for place, row in enumerate(rows)]
 
 
-def written(engine: Engine, seed: int) -> list[Rollout]:
-    """Four completions of each prompt."""
-    rollouts = new_rollouts(prompts(), 4, SAMPLING, seed, iteration=-2)
-
-    async def run() -> None:
-        await asyncio.gather(*(SingleTurn().run(one, engine, SAMPLING) for one in rollouts))
-
-    run_async(run())
-    return rollouts
-
-
 def scored(policy: Policy, batch: Any) -> Tensor:
-    """The logprobs of a packed batch's loss tokens."""
+    """Return the logprobs of a packed batch's loss tokens."""
     logprobs: Tensor = policy(batch).logprobs
     return logprobs
 
@@ -84,7 +71,7 @@ def rounded(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def as_trained(policy: Policy) -> dict[str, Tensor]:
-    """The weights by which autocast computes: it rounds base and factors, and scales after them."""
+    """Return the weights of autocast, which rounds base and factors, and scales after them."""
     effective = rounded(policy.named_base_weights())
     for name, module in policy.lm.named_modules():
         if hasattr(module, "get_delta_weight"):
@@ -97,7 +84,7 @@ def as_trained(policy: Policy) -> dict[str, Tensor]:
 
 
 def as_held(policy: Policy, way: str) -> dict[str, Tensor]:
-    """The weights by which an engine computes."""
+    """Return the weights by which an engine computes."""
     if way == "merged":
         return rounded(policy.named_weights())
     effective, factors = (
@@ -126,7 +113,7 @@ class Way:
 
     def write(self, version: int) -> list[Rollout]:
         with self._timed("write"):
-            return written(self.engine, version)
+            return sampled(self.engine, prompts(), SAMPLING, version)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -208,7 +195,7 @@ def measure(
     dtype: str = "bfloat16",
     quantization: Quantization | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Means over the pushes, but the first, of each way's figures."""
+    """Measure means of each way's figures over all pushes but the first."""
     with tempfile.TemporaryDirectory() as directory:
         study = Study(kind, dtype, rank, Path(directory), quantization)
         study.measure(0)  # warms up

@@ -1,4 +1,4 @@
-"""The memory that `lightning-rl check` estimates, against what an update takes.
+"""Compare the memory that `lightning-rl check` estimates with what an update takes.
 
     python -m benchmarks.memory recipes/sort_digits/grpo.yaml
 

@@ -42,7 +42,7 @@ FAIR = 3 / 2
 
 @contextmanager
 def neighbour() -> Iterator[None]:
-    """A process that uses as much of one core as it gets."""
+    """Run a process that uses as much of one core as it gets."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield
@@ -56,7 +56,7 @@ def seconds(runs: list[dict[str, Any]]) -> float:
 
 
 def measure(runs: int, spins: list[int], trl: bool) -> dict[str, Any]:
-    """Seconds per iteration of each side, alone (``quiet``) and beside a neighbour (``busy``)."""
+    """Return seconds per iteration of each side: ``quiet``, or ``busy`` beside a neighbour."""
     task = replace(quick_task(8), goal=NEVER)
     sides = SIDES | {f"{count} spins": {"GOMP_SPINCOUNT": str(count)} for count in spins}
     names = [*sides, *(["trl"] if trl else [])]

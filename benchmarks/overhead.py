@@ -10,15 +10,13 @@ part of both. The last line is JSON with `ratio`, the median of CPU seconds per 
 bare; goal: <= 1.03.
 """
 
-import statistics
 import time
-from typing import Any
 
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.support.results import parser_of, report
+from benchmarks.support.results import parser_of, report_ratio
 from benchmarks.support.task import (
     GROUP_SIZE,
     GROUPS,
@@ -78,7 +76,7 @@ class BareLoop:
 class Compare(Rows):
     """Times the Trainer's iterations and the bare loop's, in turn the one and the other first.
 
-    For whoever comes second finds warm caches: both do the same.
+    Whoever comes second finds warm caches, so both do the same.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -108,14 +106,14 @@ class Compare(Rows):
         self.begin(pl_module)
 
     def begin(self, pl_module: LightningModule) -> None:
-        """The Trainer's next iteration; before every other one, the bare loop's."""
+        """Begin the Trainer's next iteration; before every other one, run the bare loop's."""
         assert isinstance(pl_module, PolicyModule)
         if pl_module.iteration % 2:
             self.run_bare(pl_module)
         self.since = time.process_time()
 
     def run_bare(self, module: PolicyModule) -> None:
-        """One iteration of the bare loop, with the engine lent to it."""
+        """Run one iteration of the bare loop, with the engine lent to it."""
         assert module.policy is not None
         self.engine.load_weights(self.bare.policy.named_weights(), self.bare.module.iteration)
         begin = time.process_time()
@@ -129,7 +127,7 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 
 
 def run(iterations: int, warmup: int) -> list[dict[str, float]]:
-    """CPU seconds of both, one row per counted iteration."""
+    """Return CPU seconds of both, one row per counted iteration."""
     compare = Compare(warmup)
     data = make_data(iterations + warmup, seed=0)
     fit(make_module(seed=0), data, [WeightSync(), PreviewTable(), StepTimer(), compare])
@@ -144,16 +142,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     prepare()
     rows = run(arguments.iterations, arguments.warmup)
-    result: dict[str, Any] = {
-        "ratio": statistics.median(row["fit"] / row["bare"] for row in rows),
-        "ratio_of_sums": sum(row["fit"] for row in rows) / sum(row["bare"] for row in rows),
-        "fit_cpu_s": statistics.median(row["fit"] for row in rows),
-        "bare_cpu_s": statistics.median(row["bare"] for row in rows),
-        "iterations": len(rows),
-    }
-    print(f"\nCPU seconds per iteration, median of {len(rows)}, {arguments.threads} thread(s):")
-    print(f"  Trainer.fit {result['fit_cpu_s']:.3f}\n  bare loop   {result['bare_cpu_s']:.3f}")
-    report("overhead", result, arguments.save)
+    sides = {"fit": "Trainer.fit", "bare": "bare loop"}
+    report_ratio("overhead", rows, sides, arguments.threads, arguments.save)
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw(arms: dict[str, Any], path: Path) -> None:
-    """Both rewards over the distance from the initial policy, a line per arm."""
+    """Draw both rewards over the distance from the initial policy, a line per arm."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

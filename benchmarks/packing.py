@@ -43,7 +43,7 @@ TOLERANCE = 1e-5
 
 
 def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
-    """Packed rollouts of random tokens, with an advantage for each token."""
+    """Pack rollouts of random tokens, with an advantage for each token."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> list[int]:
@@ -69,7 +69,7 @@ def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
 
 
 def packed_backward(policy: Policy, batch: TensorDict) -> None:
-    """The library's: token-budget packs."""
+    """Compute the gradient as the library does: by token-budget packs."""
     for rows in split_packs(batch, MAX_TOKENS_PER_PACK):
         pack = select(batch, rows)
         scores = policy(pack)
@@ -78,7 +78,7 @@ def packed_backward(policy: Policy, batch: TensorDict) -> None:
 
 
 def padded_backward(lm: PreTrainedModel, batch: TensorDict, by_length: bool) -> None:
-    """The usual one: padded micro-batches through the Hugging Face model."""
+    """Compute it as usual: by padded micro-batches through the Hugging Face model."""
     lengths = batch["rollouts", "length"]
     ids, weights = (
         batch["tokens", x].split(lengths.tolist()) for x in ("input_ids", "loss_weights")
@@ -101,7 +101,7 @@ def padded_backward(lm: PreTrainedModel, batch: TensorDict, by_length: bool) -> 
 
 
 def policy_gradient(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """Weights hold advantages over token counts; 0 at what has no loss."""
+    """Return the loss; weights are advantages over token counts, 0 where there is no loss."""
     return -((logprobs - logprobs.detach()).exp() * weights).sum()
 
 
@@ -129,7 +129,7 @@ class Side:
 
 
 def compare(sides: dict[str, Side], steps: int) -> dict[str, float]:
-    """Medians of CPU seconds, ratios to the first side, and the largest difference of gradients."""
+    """Return median CPU seconds, ratios to the first side, and the largest gradient difference."""
     first = next(iter(sides))
     gradients = {name: side.gradient() for name, side in sides.items()}
     difference = max(

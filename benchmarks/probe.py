@@ -13,8 +13,8 @@ Published, of Qwen2.5-0.5B-Instruct, 3,916 tokens sampled by vLLM at temperature
 most 0.113 nats, the largest 0.477, 7.5% of ratios outside 0.9-1.1; for two passes of the trainer
 alone that differ in how many rows share one, 0.117, 0.656 and 8.0% (huggingface/trl#6789, comment
 of 2026-09-17). Student's t with 4.5 (3.6) degrees of freedom and a scale of 0.0426 (0.0401) has
-these 95% and largest gaps, and 7.1% (7.5%) of ratios outside. Of Qwen2.5-1.5B-Instruct 6.9% are
-outside, of 2,048 (huggingface/trl#7269).
+these 95% and largest gaps, and 7.1% (7.5%) of ratios outside. 6.9% of 2,048
+of Qwen2.5-1.5B-Instruct are outside (huggingface/trl#7269).
 """
 
 import argparse
@@ -31,9 +31,9 @@ from lightning_rl.learn.probe import AGAIN_TOKENS, ONE_PROMPT, OUTLIER
 PAGE = Path(__file__).parents[1] / "docs" / "sync.md"
 BOUND = logprob_tolerance("bfloat16")
 PROMPTS, TOKENS = 4, 2
-"""Of a first probe."""
+"""The size of a first probe."""
 SYNCS = 1_000
-"""Of a run."""
+"""The syncs of a run."""
 ROUNDS, FIRST, SECOND = 10, 200_000, 25
 """Syncs that are drawn in each of so many rounds, and second probes for each that needs one."""
 
@@ -51,12 +51,12 @@ class Gaps:
     spread: float = 0.0
 
     def prompts(self, syncs: int, random: np.random.Generator) -> np.ndarray:
-        """The scale of each prompt's gaps, shape (syncs, PROMPTS), in nats."""
+        """Draw the scale of each prompt's gaps, shape (syncs, PROMPTS), in nats."""
         logs = random.standard_normal((syncs, PROMPTS), dtype=np.float32)
         return self.scale * np.exp(self.spread * logs - self.spread**2)
 
     def draw(self, scale: np.ndarray, tokens: int, random: np.random.Generator) -> np.ndarray:
-        """Gaps in nats, shape (syncs, PROMPTS, tokens)."""
+        """Draw gaps in nats, shape (syncs, PROMPTS, tokens)."""
         draws = random.standard_t(self.freedom, (*scale.shape, tokens))
         return np.abs(draws) * scale[..., None]
 
@@ -70,14 +70,14 @@ GOOD = (
 
 
 def alarms(gaps: np.ndarray) -> np.ndarray:
-    """Which second probes fail, shape (syncs,); as ``require_agreement`` judges them."""
+    """Return which second probes fail, shape (syncs,), as ``require_agreement`` judges them."""
     counted = np.minimum(gaps, OUTLIER * BOUND)
     worst = counted.mean(2).max(1)
     return (counted.mean((1, 2)) > BOUND) | (worst > ONE_PROMPT * BOUND)
 
 
 def simulate(gaps: Gaps, rounds: int, first: int, second: int) -> dict[str, Any]:
-    """Shares of syncs: ``asked`` again, and ``alarms``, ``below`` which they are (95%)."""
+    """Return shares of syncs: ``asked`` again, and ``alarms``, ``below`` which they are (95%)."""
     random = np.random.default_rng(0)
     asked, found, largest = 0, 0, 0.0
     for _ in range(rounds):
@@ -104,7 +104,7 @@ def simulate(gaps: Gaps, rounds: int, first: int, second: int) -> dict[str, Any]
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """For a page: a line per distribution."""
+    """Format a line per distribution for a page."""
     return [
         "| gaps of good bfloat16 tokens | syncs with a second probe | largest mean of one (bound "
         f"{BOUND:g}) | runs of {SYNCS:,} syncs that one token would end | that the probe ends |",

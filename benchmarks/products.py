@@ -54,7 +54,7 @@ _ON_CPU: dict[Any, Callable[..., int]] = {
         )
     ),
 }
-"""What torch's own counter does not know."""
+"""The operations that torch's own counter does not know."""
 
 
 class Counted(TorchDispatchMode):
@@ -139,7 +139,7 @@ class Watch(Rows):
 
 
 def weights_of(module: PolicyModule) -> dict[str, int]:
-    """Elements of matrices: of a layer, and of what only predictors need of the last."""
+    """Count the elements of a layer's matrices, and what only predictors need of the last."""
     layer = module.loaded_policy.lm.base_model.layers[-1]
     size = {name: w.numel() for name, w in layer.named_parameters() if w.ndim == 2}
     seen_by_others = sum(n for name, n in size.items() if "k_proj" in name or "v_proj" in name)
@@ -149,7 +149,7 @@ def weights_of(module: PolicyModule) -> dict[str, int]:
 def floor_of(
     rollouts: Sequence[Rollout], weights: dict[str, int], config: Qwen2Config
 ) -> Counter[Product]:
-    """Operations that an iteration on these rollouts cannot do without."""
+    """Count the operations that an iteration on these rollouts cannot do without."""
     found: Counter[Product] = Counter()
     read = prompts_of(rollouts)
     _add(found, READ, weights, config, sum(map(len, read)), len(read), causal(map(len, read)))
@@ -171,17 +171,17 @@ def floor_of(
 
 
 def prompts_of(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """Each group's once."""
+    """Return each group's prompt once."""
     return list({r.group_id: r.prompt.token_ids for r in rollouts}.values())
 
 
 def causal(lengths: Any) -> int:
-    """Pairs of a token and one that it sees, itself included."""
+    """Count pairs of a token and one that it sees, itself included."""
     return sum(n * (n + 1) // 2 for n in lengths)
 
 
 def completion_pairs(prompt: int, written: int) -> int:
-    """Of the tokens that a completion puts into the model, all but its last."""
+    """Count the pairs of a completion's tokens, all but its last, with those that they see."""
     return (written - 1) * prompt + causal([written - 1])
 
 
@@ -203,7 +203,7 @@ def _add(
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Of an iteration, the mean."""
+    """Return the mean operations of an iteration."""
     seed_everything(0, verbose=False)
     watch = Watch()
     data = make_data(
@@ -227,7 +227,7 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown, a line per product."""
+    """Return Markdown, a line per product."""
     lines = ["| product | made, 1e9 | floor, 1e9 | made / floor |", "|---|---|---|---|"]
     for name, count in [*result["products"].items(), ("all", result)]:
         made, floor = count["made"], count["floor"]

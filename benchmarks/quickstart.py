@@ -48,7 +48,7 @@ Row = dict[str, float]
 
 
 def measured(seed: int) -> tuple[dict[str, Any], dict[int, Row]]:
-    """The summary of a seed's run, and its metrics by iteration."""
+    """Return the summary of a seed's run, and its metrics by iteration."""
     out = OUT / str(seed)
     run = out / "grpo" / "version_0"
     if not (run / "summary.json").exists():
@@ -64,7 +64,7 @@ def measured(seed: int) -> tuple[dict[str, Any], dict[int, Row]]:
 
 
 def draw(curves: dict[int, dict[int, Row]]) -> None:
-    """Accuracy on held-out questions, and the mean reward, by iteration; a line per seed."""
+    """Draw held-out accuracy and mean reward by iteration; a line per seed."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -86,7 +86,7 @@ def draw(curves: dict[int, dict[int, Row]]) -> None:
 
 
 def said(result: dict[str, Any], summary: dict[str, Any]) -> list[str]:
-    """The sentence under the picture."""
+    """Return the sentence under the picture."""
     seeds = len(result["seeds"])
     return [
         f"SmolLM2-135M-Instruct on two cores of {machine()['cpu']}: held-out accuracy went from "
@@ -97,7 +97,7 @@ def said(result: dict[str, Any], summary: dict[str, Any]) -> list[str]:
 
 
 def table(rows: dict[int, Row]) -> list[str]:
-    """Metrics by iteration, as Markdown."""
+    """Return metrics by iteration, as Markdown."""
     lines = [f"| iteration | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
     for iteration in ITERATIONS:
         if iteration in rows:

@@ -38,7 +38,7 @@ SEEN, SEEN_ENGINE = "test_packed_scores_are_those_of_transformers", "test_engine
 
 
 class Outcomes:
-    """Which tests passed, by the parameters in their names."""
+    """The tests that passed, by the parameters in their names."""
 
     def __init__(self) -> None:
         self.of: defaultdict[str, dict[str, bool]] = defaultdict(dict)
@@ -54,13 +54,13 @@ class Outcomes:
         return bool(self.of[row]) and all(self.of[row].values())
 
     def says(self, row: str, test: str, word: str = "yes") -> str:
-        """The word, if this test passed; nothing, if it was not tried."""
+        """Return the word if this test passed; nothing, if it was not tried."""
         found = [passed for name, passed in self.of[row].items() if name.startswith(test)]
         return "" if not found else word if all(found) else "**no**"
 
 
 def architectures(found: Outcomes) -> Iterator[str]:
-    """A line for each architecture."""
+    """Yield a line for each architecture."""
     yield _row("architecture", "models", "rollouts", *COLUMNS, "pictures")
     yield _row(*["---"] * (4 + len(COLUMNS)))
     for name, one in ARCHITECTURES.items():
@@ -76,7 +76,7 @@ def architectures(found: Outcomes) -> Iterator[str]:
 
 
 def templates(found: Outcomes) -> Iterator[str]:
-    """A line for each way in which a real template writes chats."""
+    """Yield a line for each way in which a real template writes chats."""
     yield _row("template", "BOS", "system", "turns", "tools", "thinking")
     yield _row(*["---"] * 6)
     for name, one in CHATS.items():

@@ -1,4 +1,4 @@
-"""What recomputed layers keep and cost: the planned peak, the measured one, and CPU seconds.
+"""Measure what recomputed layers keep and cost: planned and measured peak, and CPU seconds.
 
     OMP_NUM_THREADS=1 python -m benchmarks.recompute [--tokens 200] [--save]
 
@@ -51,20 +51,20 @@ SETTINGS: dict[str, bool | Recompute] = {
         2, "attention", "host", 200
     ),
 }
-"""Of ``gradient_checkpointing``, as YAML has them."""
+"""The settings of ``gradient_checkpointing``, as YAML has them."""
 TIMES = 5
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
 
 def pack_of(tokens: int) -> TensorDict:
-    """Two groups of four completions of so many tokens."""
+    """Pack two groups of four completions of so many tokens."""
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     return pack_rollouts(largest_rollouts(prompts, 2, 4, tokens))
 
 
 @contextmanager
 def uncounted_host() -> Iterator[None]:
-    """Host memory that torch's allocator knows nothing of."""
+    """Hide host memory from torch's allocator."""
 
     def memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.empty(tensor.shape, np.float32))
@@ -74,7 +74,7 @@ def uncounted_host() -> Iterator[None]:
 
 
 def measure(model: str, setting: bool | Recompute, pack: TensorDict) -> dict[str, Any]:
-    """Bytes on the device, planned and measured; those on the host; the fastest pass's seconds."""
+    """Return planned and measured device bytes, host bytes, and the fastest pass's seconds."""
     policy = Policy(model, loading=Loading(gradient_checkpointing=setting))
     plan = training_memory(policy, [], torch.optim.AdamW, pack)
 
@@ -96,7 +96,7 @@ def measure(model: str, setting: bool | Recompute, pack: TensorDict) -> dict[str
 
 
 def table(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Markdown, a setting a line."""
+    """Return Markdown, a setting a line."""
     lines = [
         "| `gradient_checkpointing` | planned, MiB | measured, MiB | on the host, MiB | CPU s |",
         "|---|---|---|---|---|",

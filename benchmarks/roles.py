@@ -10,7 +10,6 @@ probe and logger; they take turns iteration by iteration. The last line is JSON 
 median of CPU seconds per iteration, two / one; goal: <= 1.25.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 
-from benchmarks.support.results import parser_of, report
+from benchmarks.support.results import parser_of, report_ratio
 from benchmarks.support.task import LR, MODEL, fit, make_data, make_module, prepare
 from lightning_rl import LoRA, Rollout, Sampling, UpdateSettings, VLLMLocal, WeightSync
 from lightning_rl.callbacks import RLCallback
@@ -47,17 +46,17 @@ class TwoCalls(Agent):
 
 
 def drawn(completions: Any, completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """A number in [0, 1) for each, as good as at random."""
+    """Draw a number in [0, 1) for each, as good as at random."""
     return [sum(i * token for i, token in enumerate(ids)) % 97 / 97 for ids in completion_ids]
 
 
 def one() -> tuple[RolloutModule, Engine]:
-    """One adapter, which plays both."""
+    """Build one adapter, which plays both."""
     return make_module(lora=LoRA(rank=RANK), seed=0), VLLMLocal(**ENGINE)
 
 
 def two() -> tuple[RolloutModule, Engine]:
-    """An adapter each."""
+    """Build an adapter each."""
 
     def group() -> SharedModelGroup:
         return SharedModelGroup(
@@ -104,7 +103,7 @@ def train(side: str, iterations: int, threads: int, connection: Connection) -> N
 
 
 def run(iterations: int, warmup: int, threads: int) -> list[dict[str, float]]:
-    """CPU seconds of both, one row per counted iteration."""
+    """Return CPU seconds of both, one row per counted iteration."""
     context = get_context("spawn")
     ends, processes = {}, []
     for side in SIDES:
@@ -139,16 +138,8 @@ def main() -> None:
     arguments = parser.parse_args()
     prepare()
     rows = run(arguments.iterations, arguments.warmup, arguments.threads)
-    result: dict[str, Any] = {
-        "ratio": statistics.median(row["two"] / row["one"] for row in rows),
-        "ratio_of_sums": sum(row["two"] for row in rows) / sum(row["one"] for row in rows),
-        "two_cpu_s": statistics.median(row["two"] for row in rows),
-        "one_cpu_s": statistics.median(row["one"] for row in rows),
-        "iterations": len(rows),
-    }
-    print(f"\nCPU seconds per iteration, median of {len(rows)}, {arguments.threads} thread(s):")
-    print(f"  two adapters {result['two_cpu_s']:.3f}\n  one adapter  {result['one_cpu_s']:.3f}")
-    report("roles", result, arguments.save)
+    sides = {"two": "two adapters", "one": "one adapter"}
+    report_ratio("roles", rows, sides, arguments.threads, arguments.save)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 The same GRPO, once on one process and once on two (DDP over gloo, an engine in each, one thread
 each), or on as many as ``--processes`` names, in turns. Completions are cut at a fixed length, and
-all train on the very same rollouts, which is checked. Per iteration: wall seconds and their parts,
-CPU seconds of all processes, and generated tokens per wall second. The last line is JSON.
+all train on the very same rollouts, which is checked. An iteration has wall seconds and their
+parts, CPU seconds of all processes, and generated tokens per wall second. The last line is JSON.
 ``--save`` also writes the table and the figure of docs/distributed.md. Only a quiet machine with a
 core per process can show a gain: four processes on two cores cannot be faster than two, and show
 what the further two cost.
@@ -72,7 +72,7 @@ SIZES = {
 
 
 def make_model(size: Size, path: Path) -> int:
-    """A random Qwen2 over digits; returns its number of parameters."""
+    """Make a random Qwen2 over digits; return its number of parameters."""
     config = Qwen2Config(
         vocab_size=16,
         hidden_size=size.hidden,
@@ -147,7 +147,7 @@ def train(size: Size, model: str, processes: int, iterations: int, directory: st
 def measure(
     name: str, model: Path, processes: int, iterations: int, warmup: int
 ) -> dict[str, float]:
-    """Means over the iterations after ``warmup``; wall times are rank 0's, the rest of all."""
+    """Measure means over the iterations after ``warmup``; wall times are rank 0's alone."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "benchmarks.scaling", "--worker", directory]
         command += ["--sizes", name, "--model", str(model), "--processes", str(processes)]
@@ -177,7 +177,7 @@ def measure(
 def compare(
     name: str, processes_of: Sequence[int], iterations: int, warmup: int, repeats: int
 ) -> dict[str, Any]:
-    """Medians over ``repeats`` of these numbers of processes in turns."""
+    """Compare medians over ``repeats`` of these numbers of processes in turns."""
     runs: dict[int, list[dict[str, float]]] = {processes: [] for processes in processes_of}
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
@@ -201,7 +201,7 @@ def compare(
 
 
 def rows_of(result: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """What was measured, by the number of processes."""
+    """Return the measurements by the number of processes."""
     return {key: row for key, row in result.items() if key.isdigit()}
 
 
@@ -226,7 +226,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Seconds per iteration and their parts, by the number of processes."""
+    """Draw seconds per iteration and their parts, by the number of processes."""
     figure = Figure(figsize=(2.6 * len(results) + 1.6, 3.0), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(results), squeeze=False)[0]

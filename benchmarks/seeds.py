@@ -21,7 +21,7 @@ GOAL = 0.90
 def fitted(
     config: str, seed: int, overrides: list[str]
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Summary and metrics of one run, in a process of its own.
+    """Return summary and metrics of one run, in a process of its own.
 
     Raises:
         RuntimeError: if it fails.
@@ -39,7 +39,7 @@ def fitted(
 
 
 def run(config: str, seed: int, overrides: list[str]) -> dict[str, float | None]:
-    """The line of one seed."""
+    """Return the line of one seed."""
     summary, rows = fitted(config, seed, overrides)
     reached = [r["iteration"] for r in rows if r.get("eval/accuracy", 0.0) >= GOAL]
     return {

@@ -137,7 +137,7 @@ def main() -> None:
     teacher = trained(TEACHER, **RUNS[TEACHER]) / "hf"
     name = f"cut-{arguments.layers}"
     student, texts = OUT / name / "start", OUT / name / "texts.sqlite"
-    # Of an earlier measurement; the teacher stays.
+    # This is of an earlier measurement; the teacher stays.
     shutil.rmtree(OUT / name, ignore_errors=True)
     for exam in (OUT / "exams").glob(f"{name}*.json"):
         exam.unlink()

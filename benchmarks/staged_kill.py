@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def configuration(name: str, data: Path, model: Path, engine: str) -> dict[str, Any]:
-    """A run, as a YAML file would say it; its directory is below the working directory."""
+    """Return a run as a YAML file would say it; its directory is below the working directory."""
     # One request after another: others in a batch change the last bits of logits.
     options = {"TransformersEngine": {"max_batch_size": 1}, "VLLMLocal": {"max_model_len": 64}}
     chat = {
@@ -140,7 +140,7 @@ class Run:
 def killed_run(
     out: Path, config: dict[str, Any], who: str, seconds: float, rng: random.Random
 ) -> Run:
-    """A run that was killed at a random moment; another moment, if the run was faster."""
+    """Kill a run at a random moment; another moment, if the run was faster."""
     while True:
         run = Run(out, config)
         if run.kill(who, rng.random() * seconds):
@@ -149,7 +149,7 @@ def killed_run(
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """All that a run leaves, but for its name and times."""
+    """Read all that a run leaves, but for its name and times."""
     state = json.loads((directory / "state.json").read_text())
     name = state.pop("run")
     for group in state["groups"].values():
@@ -170,13 +170,13 @@ def results(directory: Path) -> dict[str, Any]:
 
 
 def difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """The first thing that differs; empty if nothing does."""
+    """Return the first thing that differs; empty if nothing does."""
     names = [*theirs, *(name for name in ours if name not in theirs)]
     return next((name for name in names if ours.get(name) != theirs.get(name)), "")
 
 
 def warm_start(out: Path) -> Path:
-    """A model that has seen how turns are written."""
+    """Make a model that has seen how turns are written."""
     options = {
         "model.model": out / "data" / "model", "data.train.path": out / "data" / "sft.jsonl",
         "trainer.max_steps": 100, "trainer.logger": "false", "trainer.default_root_dir": out,

@@ -1,4 +1,4 @@
-"""A stranger's first hour, from the wheel alone: ``python -m benchmarks.stranger``.
+"""Play a stranger's first hour, from the wheel alone: ``python -m benchmarks.stranger``.
 
 In a fresh environment, in a folder that has nothing to do with this checkout, as a user would:
 
@@ -91,7 +91,7 @@ class Stranger:
         self.seconds: dict[str, float] = {}
 
     def does(self, step: str, *command: str) -> str:
-        """A command, to its end; what it printed.
+        """Run a command to its end; return what it printed.
 
         Raises:
             SystemExit: if it fails.
@@ -109,7 +109,7 @@ class Stranger:
         return done.stdout
 
     def starts_and_kills(self, step: str, iterations: int, *command: str) -> None:
-        """A command, killed with SIGKILL as soon as its run has done some iterations."""
+        """Run a command and kill it with SIGKILL as soon as its run has done some iterations."""
         begun = time.perf_counter()
         with (self.here / "killed.txt").open("w") as output:
             process = subprocess.Popen(
@@ -128,13 +128,13 @@ class Stranger:
         print(f"{self.seconds[step]:>7.1f} s  {step}", flush=True)
 
     def iterations(self) -> int:
-        """How many the run has saved."""
+        """Return how many iterations the run has saved."""
         saved = (self.here / "runs" / "mine").glob("*/checkpoints/iteration_*.ckpt")
         return max((int(path.stem.rpartition("_")[2]) for path in saved), default=0)
 
 
 def digits(first: int, count: int) -> bytes:
-    """Rows of questions and answers, as a dataset has them."""
+    """Return rows of questions and answers, as a dataset has them."""
     rng = random.Random(first)
     questions = ["".join(rng.choices("0123456789", k=rng.randint(3, 5))) for _ in range(count)]
     rows = ({"question": q, "answer": "".join(sorted(q, reverse=True))} for q in questions)
@@ -142,7 +142,7 @@ def digits(first: int, count: int) -> bytes:
 
 
 def install(stranger: Stranger, wheel: Path) -> None:
-    """As the README says; where torch comes from, as install/setup.sh finds it."""
+    """Install as the README says; torch comes from where install/setup.sh finds it."""
     shutil.copy(ROOT / "install" / "cpu-overrides.txt", stranger.here / "overrides.txt")
     uv = ROOT / ".venv" / "bin" / "uv"
     command = (
@@ -155,7 +155,7 @@ def install(stranger: Stranger, wheel: Path) -> None:
 
 
 def first_hour(stranger: Stranger, wheel: Path) -> dict[str, float | str]:
-    """All steps; what came of them."""
+    """Take all steps, and return what came of them."""
     install(stranger, wheel)
     stranger.does("doctor", "lightning-rl", "doctor")
     stranger.does("quickstart", "lightning-rl", "quickstart")

@@ -52,7 +52,7 @@ ADVANTAGES: dict[str, Advantage] = {
 def measure(
     turns: Turns, rollouts: list[Rollout], exact: Tensor, critic: Tensor
 ) -> dict[str, dict[str, float]]:
-    """Noise, cosine and sigmas of each advantage; ``critic`` says the value before each turn."""
+    """Measure noise, cosine and sigmas of advantages; ``critic`` gives values before turns."""
     found = {}
     batch = pack_rollouts(rollouts)
     live = batch["tokens", "loss_mask"]
@@ -85,7 +85,7 @@ def run(groups: int, seed: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: noise and cosine, rewards on turns and at the end."""
+    """Return Markdown with noise and cosine, rewards on turns and at the end."""
     turns, end = result["turns"], result["end"]
     return [
         "| advantage | noise, paid per turn | noise, paid at the end | cosine |",

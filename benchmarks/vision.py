@@ -40,7 +40,7 @@ PAIRS, GROUP, WRITTEN = 15, 8, 24
 
 
 def prompt(policy: Policy, pictures: Sequence[Picture], text: str) -> Prompt:
-    """A chat with pictures before its text."""
+    """Make a chat with pictures before its text."""
     parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     chat = [{"role": "user", "content": parts}]
     written = policy.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -49,7 +49,7 @@ def prompt(policy: Policy, pictures: Sequence[Picture], text: str) -> Prompt:
 
 
 def gap_of(family: str, folder: Path) -> dict[str, float]:
-    """The largest distance of an engine's logprob from the trainer's, and the mean."""
+    """Return the largest distance of an engine's logprob from the trainer's, and the mean."""
     policy = Policy(str(save_vision_model(folder / family, family)))
     shown = [picture(seed, 32 + 16 * (seed % 3), 32) for seed in range(12)]
     prompts = [prompt(policy, shown[n : n + n % 4], f"{n}?") for n in range(12)]
@@ -78,7 +78,7 @@ class SeesAgain:
 
 
 def shared_ratio(folder: Path) -> float:
-    """CPU seconds of a step with the tower run once, as a share of those of one run for each."""
+    """Return the CPU seconds of a step with one tower run, relative to one run for each."""
     tokenizer = make_tokenizer(["How many circles are there?"] * 50)
     for part in (make_model(tokenizer), tokenizer, make_image_processor()):
         part.save_pretrained(folder / "recipe")
@@ -111,7 +111,7 @@ def answered(asked: Prompt, number: int) -> Rollout:
 
 
 def accuracy() -> dict[str, float | None]:
-    """Of the recipe's runs, if they were kept."""
+    """Return the accuracy of the recipe's runs, if they were kept."""
     kept = RESULTS / "vision-recipe-cpu.json"
     found = json.loads(kept.read_text())["result"] if kept.exists() else {}
     return {name: found.get(name) for name in ("accuracy_before", "accuracy_after")}

@@ -35,7 +35,7 @@ PICTURE = (
 
 
 def measure(seed: int) -> dict[str, Any]:
-    """One seed's curves, by what they are of: iterations, and accuracy at each."""
+    """Measure one seed's curves, by what they are of: iterations, and accuracy at each."""
     summary, rows = fitted(f"{RECIPE}/grpo.yaml", seed, [])
     evaluated = [row for row in rows if "eval/accuracy" in row]
     return {
@@ -49,7 +49,7 @@ def measure(seed: int) -> dict[str, Any]:
 
 
 def measured(seed: int, out: Path = OUT) -> dict[str, Any]:
-    """The result of a seed, from its file if it is there."""
+    """Return the result of a seed, from its file if it is there."""
     path = out / "seeds" / f"{seed}.json"
     if not path.exists():
         result = measure(seed)
@@ -60,7 +60,7 @@ def measured(seed: int, out: Path = OUT) -> dict[str, Any]:
 
 
 def ends(curves: list[list[float]]) -> dict[str, float]:
-    """The first and the last of a curve, the mean over seeds."""
+    """Return the first and the last of a curve, the mean over seeds."""
     return {
         "before": fmean(curve[0] for curve in curves),
         "after": fmean(curve[-1] for curve in curves),
@@ -68,7 +68,7 @@ def ends(curves: list[list[float]]) -> dict[str, float]:
 
 
 def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Accuracy before and after, of all questions and of each task; and the runs."""
+    """Summarise accuracy before and after, of all questions and each task; and the runs."""
     overall = ends([run["accuracy"] for run in runs])
     return {
         "accuracy_before": overall["before"],
@@ -79,7 +79,7 @@ def summary_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: a column per seed, a row per task, before → after."""
+    """Return Markdown with a column per seed, a row per task, before → after."""
     runs = result["seeds"]
     seeds = [f"seed {run['seed']}" for run in runs]
     lines = [f"| task | {' | '.join(seeds)} | mean |", "|---" * (len(seeds) + 2) + "|"]

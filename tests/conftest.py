@@ -1,5 +1,6 @@
-"""What all tiers share: one thread, a tiny random model, and hand-made or random rollouts."""
+"""Share between all tiers one thread, a tiny random model, and hand-made or random rollouts."""
 
+import asyncio
 import gc
 import os
 import random
@@ -81,7 +82,7 @@ def freeze(with_vllm: bool) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: looking through it for garbage takes a fifth of the time.
+    """Freeze what is imported by now: looking through it for garbage takes a fifth of the time.
 
     So does what vLLM imports for its first engine. No other engine freezes anything, and none that
     is closed thaws what it did not freeze.
@@ -100,7 +101,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture
 def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The collector as it is in a run: what is frozen is what an engine froze."""
+    """Restore the collector as it is in a run: what is frozen is what an engine froze."""
     monkeypatch.setattr(gc, "freeze", FREEZE)
     monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
     UNFREEZE()
@@ -111,7 +112,7 @@ def thawed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random 2-layer Qwen2 with grouped-query attention and a tied head, and its tokenizer.
+    """Save a random 2-layer Qwen2 with grouped-query attention, tied head and tokenizer.
 
     Tokens: 0 <pad>, 1 <eos>, 2 "=", 3-12 the digits; 13-15 are unused.
     """
@@ -148,7 +149,7 @@ def weights(tiny_model: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="session")
 def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that an engine needs to start with the tiny model: all but its weights."""
+    """Return the files that an engine needs to start with the tiny model: all but its weights."""
     directory = tmp_path_factory.mktemp("skeleton")
     save_skeleton(str(tiny_model), directory)
     return directory
@@ -156,7 +157,7 @@ def skeleton(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[StagedTransport]]:
-    """The class of docs/extend/transport.md, where processes that are started find it, too."""
+    """Yield the class of docs/extend/transport.md, where started processes find it, too."""
     page = Path(__file__).parents[1] / "docs" / "extend" / "transport.md"
     found = re.search(
         r'```python title="my_transport\.py"\n(.*?)```', page.read_text(encoding="utf-8"), re.DOTALL
@@ -170,9 +171,29 @@ def own_transport(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type[Sta
         yield import_module("my_transport").CompressedFiles
 
 
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return seconds that were to be waited, without waiting."""
+    waited: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        waited.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", note)
+    monkeypatch.setattr("lightning_rl.run.retry._jitter", random.Random(0))
+    return waited
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 @pytest.fixture(scope="module")
 def furnished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a good configuration, and the files and modules that it names."""
+    """Return a directory with a good configuration, and the files and modules that it names."""
     here = tmp_path_factory.mktemp("furnished")
     furnish(here, tiny_model)
     return here
@@ -180,7 +201,7 @@ def furnished(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="session")
 def make_rollout() -> Callable[..., Rollout]:
-    """A completed rollout of one row from prompt and completion tokens.
+    """Make a completed rollout of one row from prompt and completion tokens.
 
     Keywords set any other field: of the rollout, of its row, and of what it was sampled from.
     """
@@ -211,7 +232,7 @@ def make_rollout() -> Callable[..., Rollout]:
 
 @pytest.fixture(scope="session")
 def random_rollouts(make_rollout: Callable[..., Rollout]) -> Callable[..., list[Rollout]]:
-    """Rollouts that reach the corners: shared prompts, one-token completions, holes in the mask."""
+    """Make rollouts that reach corners: shared prompts, one-token completions, holes in masks."""
 
     def make(
         seed: int, groups: int = 4, group_size: int = 3, longest: int = 9, temperature: float = 0.7
@@ -252,7 +273,7 @@ def random_rollouts(make_rollout: Callable[..., Rollout]) -> Callable[..., list[
 
 @pytest.fixture(scope="session")
 def random_batch(random_rollouts: Callable[..., list[Rollout]]) -> Callable[..., TensorDict]:
-    """The same, packed."""
+    """Make the same, packed."""
     return lambda seed, **options: pack_rollouts(random_rollouts(seed, **options))
 
 

@@ -1,4 +1,4 @@
-"""The slow tests that a change touches:  python -m tests.touched [pytest's arguments]
+"""Run the slow tests that a change touches: python -m tests.touched [pytest's arguments]
 
 `make test` leaves out the tests that are marked `slow`; `make test-all` runs them, and notes in
 `.ci/durations.txt` at which commit it did and how long each file took. This command runs the slow
@@ -24,7 +24,7 @@ UNKNOWN = 20.0
 
 
 def imported_by(modules: dict[str, Path]) -> dict[str, set[str]]:
-    """What each module with slow tests imports, directly or by way of tests and benchmarks."""
+    """Return what each module with slow tests imports, directly or through tests and benchmarks."""
     direct: dict[str, set[str]] = {name: set() for name in modules}
     for arrow in arrows(modules):
         direct[arrow.importer].add(arrow.imported)
@@ -43,7 +43,7 @@ def imported_by(modules: dict[str, Path]) -> dict[str, set[str]]:
 def touched(
     changed: Iterable[Path], modules: dict[str, Path], durations: dict[str, float], budget: float
 ) -> tuple[list[str], list[str]]:
-    """Files with slow tests to run, and those for which the budget was too small."""
+    """Return files with slow tests to run, and those for which the budget was too small."""
     changed = set(changed)
     names = {name for name, path in modules.items() if path in changed}
     shares = {name: len(found & names) for name, found in imported_by(modules).items()}
@@ -57,7 +57,7 @@ def touched(
 
 
 def changed_since_the_last_whole_run() -> list[Path] | None:
-    """Files that differ from the commit in the table; None where that is unknown."""
+    """Return files that differ from the commit in the table; None where that is unknown."""
     head = DURATIONS.read_text("utf-8").splitlines()[0] if DURATIONS.exists() else ""
     found = re.search(r"of commit (\w+)", head)
     names = git("diff", "--name-only", "-z", found[1]) if found else None

@@ -1,1 +1,1 @@
-"""The cost to an agent of asking over HTTP: ``python -m benchmarks.agent_server``."""
+"""Measure an agent's cost of asking over HTTP: ``python -m benchmarks.agent_server``."""

@@ -51,7 +51,7 @@ class Client:
         )
 
     async def run(self, port: int, queues: list[list[tuple[str, str]]]) -> dict[str, Any]:
-        """Seconds and texts of all requests."""
+        """Return the seconds and texts of all requests."""
         return await asyncio.to_thread(self._run, {"port": port, "queues": queues})
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def start_engine(policy: Policy, directory: Path) -> Engine:
 async def served(
     server: AgentServer, client: Client, engine: Engine, sampling: Sampling, prompts: list[Any]
 ) -> tuple[float, list[Rollout]]:
-    """Seconds of one rollout per list of prompts, side by side; and the rollouts."""
+    """Return the seconds of one rollout per list of prompts, side by side, and the rollouts."""
     rollouts = [
         Rollout(queue[0], str(number), 0, number, sampling.distribution)
         for number, queue in enumerate(prompts)
@@ -100,7 +100,7 @@ def request(text: str) -> str:
 
 
 async def direct(engine: Engine, sampling: Sampling, rollouts: list[Rollout]) -> float:
-    """Seconds of the same requests; raises unless the same tokens come."""
+    """Return the seconds of the same requests; raise unless the same tokens come."""
 
     async def ask(rollout: Rollout) -> None:
         for call in rollout.calls:
@@ -118,7 +118,7 @@ async def direct(engine: Engine, sampling: Sampling, rollouts: list[Rollout]) ->
 async def compare(
     server: AgentServer, client: Client, engine: Engine, tokens: int, at_once: int, rounds: int
 ) -> dict[str, float]:
-    """Medians over rounds, of which the first warms up."""
+    """Return medians over rounds, of which the first warms up."""
     sampling = Sampling(max_tokens=tokens, min_tokens=tokens)
     prompts = make_prompts(seed=0)
     prompts.load(server.tokenizer)

@@ -12,7 +12,7 @@ import time
 
 
 async def send(port: int, queue: list[tuple[str, str]]) -> list[str]:
-    """The texts of the answers."""
+    """Return the texts of the answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     texts = []
     for key, body in queue:

@@ -1,1 +1,1 @@
-"""PPO in cheap environments, here and with others: ``python -m benchmarks.envs``."""
+"""Run PPO in cheap environments, here and with others: ``python -m benchmarks.envs``."""

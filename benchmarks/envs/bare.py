@@ -1,4 +1,4 @@
-"""The library's iteration beside a bare loop of its parts, and beside the environment alone.
+"""Time the library's iteration, a bare loop of its parts, and the environment alone.
 
 For `benchmarks/envs`, which runs it in a process of its own, on CartPole. After or before each
 iteration of `Trainer.fit`, in turn, comes one of a bare loop with the same start and seeds:
@@ -29,7 +29,7 @@ from lightning_rl.envs.rows import rows_of
 
 TASK = TASKS["cartpole"]
 SECONDS = 60.0
-"""That a step may take, as in the data module."""
+"""The longest time of a step, as in the data module."""
 
 
 class BareLoop:
@@ -71,7 +71,7 @@ class Alone:
         self.envs[place].reset(seed=seed)
 
     def take(self, actions: list[list[int]]) -> int:
-        """``STEPS`` times an action for each; returns how many episodes came to an end."""
+        """Take an action for each, ``STEPS`` times; return how many episodes came to an end."""
         over = 0
         for row in actions:
             for place, env in enumerate(self.envs):
@@ -114,7 +114,7 @@ class Compare(Callback):
         self.begin(batch_idx + 1)
 
     def begin(self, iteration: int) -> None:
-        """The Trainer's next iteration; before every other one, the bare loop's."""
+        """Begin the Trainer's next iteration; before every other one, run the bare loop's."""
         if iteration % 2:
             self.run_bare()
         self.since = cpu_now()
@@ -126,7 +126,7 @@ class Compare(Callback):
 
 
 def actions_of(batch: TensorDict) -> torch.Tensor:
-    """(E, T)."""
+    """Return the actions, (E, T)."""
     actions: torch.Tensor = batch[ACTION]
     return actions
 

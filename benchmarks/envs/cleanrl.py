@@ -1,4 +1,4 @@
-"""CleanRL's PPO, for `benchmarks/envs`, in that benchmark's environment.
+"""Run CleanRL's PPO for `benchmarks/envs`, in that benchmark's environment.
 
 The installed files as they are, run as scripts, with the task as arguments: ppo.py, and for actions
 that are real numbers ppo_continuous_action.py, whose wrappers that normalise observations and
@@ -35,7 +35,7 @@ from benchmarks.envs.task import (
 )
 
 LAST = "charts/SPS"
-"""What the scripts write at the end of an iteration."""
+"""The metric that scripts write at the end of an iteration."""
 
 
 class Over(Exception):
@@ -43,7 +43,7 @@ class Over(Exception):
 
 
 class Seeded(gymnasium.Wrapper):
-    """With gym's ``seed``."""
+    """Accepts gym's ``seed``."""
 
     def seed(self, seed: int) -> None:
         self.reset(seed=seed)
@@ -61,7 +61,7 @@ class Vector(gymnasium.vector.SyncVectorEnv):
 
 
 class OldVector(Vector):
-    """With gym's ``reset`` and ``step``, whose flag says what is done."""
+    """Follows gym's old API: ``reset`` and ``step`` return a flag that says what is done."""
 
     def reset(self, **options: Any) -> Any:
         return super().reset(**options)[0]
@@ -72,7 +72,7 @@ class OldVector(Vector):
 
 
 def gym_module(task: Task, name: str, vector: type[Vector]) -> ModuleType:
-    """What a script imports as gym, or as gymnasium."""
+    """Build the module that a script imports as gym, or as gymnasium."""
     gym: Any = ModuleType(name)
     gym.make = lambda name: task.made()
     gym.spaces = gymnasium.spaces
@@ -94,13 +94,13 @@ def _as_it_is(env: gymnasium.Env, *arguments: Any, **options: Any) -> gymnasium.
 
 
 class Writer:
-    """In place of TensorBoard's; reports to ``Progress``."""
+    """Replaces TensorBoard's writer; reports to ``Progress``."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def add_text(self, *arguments: Any) -> None:
-        """The script has begun."""
+        """Note that the script has begun."""
         self.progress.begin()
 
     def add_scalar(self, name: str, *arguments: Any) -> None:
@@ -112,7 +112,7 @@ class Writer:
 
 
 def policy(observations: Tensor) -> tuple[Tensor, ...]:
-    """That of the script at hand."""
+    """Act by the policy of the script at hand."""
     main: Any = sys.modules["__main__"]
     if hasattr(main.agent, "actor"):
         return (main.agent.actor(observations),)
@@ -120,7 +120,7 @@ def policy(observations: Tensor) -> tuple[Tensor, ...]:
 
 
 def options_of(task: Task, most: int, seed: int) -> dict[str, object]:
-    """The task as the scripts' arguments."""
+    """Return the task as the scripts' arguments."""
     return {
         "env-id": task.environment,
         "seed": seed,

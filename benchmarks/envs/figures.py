@@ -1,4 +1,4 @@
-"""The figures of `benchmarks/envs`: means, standard errors, and a table."""
+"""Summarise `benchmarks/envs`: means, standard errors, and a table."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ TITLES = {
 OURS = ("ours", "same")
 """The sides that are no peers."""
 Runs = dict[str, list[dict[str, Any]]]
-"""What each side's processes left, seed by seed."""
+"""The results of each side's processes, seed by seed."""
 
 
 def frames_per_cpu_s(measured: Mapping[str, Any]) -> float:
-    """Of all iterations but the first, which warms up."""
+    """Return the frames per CPU second of all iterations but the first, which warms up."""
     counted = measured["cpu_s"][1:]
     return FRAMES * len(counted) / sum(counted)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 of a single value, of which nothing is known."""
+    """Return the standard error of the mean; 0 for a single value, of which nothing is known."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def summary(task: Task, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One side's; the speed is the median of its runs."""
+    """Summarise one side; the speed is the median of its runs."""
     returns = [statistics.mean(run["returns"]) for run in runs]
     needed = [run["reached"] or task.most for run in runs]
     frames = [float(FRAMES * iterations) for iterations in needed]
@@ -52,7 +52,7 @@ def summary(task: Task, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_task(task: Task, runs: Runs) -> dict[str, Any]:
-    """All sides of a task, and all peers' runs together."""
+    """Summarise all sides of a task, and the runs of all peers together."""
     sides = {side: summary(task, own) for side, own in runs.items()}
     found: dict[str, Any] = {
         "environment": task.environment,
@@ -67,7 +67,7 @@ def of_task(task: Task, runs: Runs) -> dict[str, Any]:
 
 
 def headline(cartpole: Mapping[str, Any]) -> dict[str, float]:
-    """Ours beside all peers' runs, and beside the one that is best at each."""
+    """Return our ratios to all peers' runs, and to the one that is best at each."""
     ours = cartpole["sides"]["ours"]
     found = {"frames_to_475": ours["frames_to_goal"], "return_ours": ours["return_mean"]}
     if "peers" not in cartpole:
@@ -86,7 +86,7 @@ def headline(cartpole: Mapping[str, Any]) -> dict[str, float]:
 
 
 def beside_bare(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Ours beside the environment alone and beside the bare loop; medians over iterations."""
+    """Compare ours with the environment alone and the bare loop; medians over iterations."""
     rows = [row for run in runs for row in run["rows"][1:]]
     return {
         "floor_ratio": statistics.median(row["fit"] / row["alone"] for row in rows),
@@ -96,7 +96,7 @@ def beside_bare(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
-    """A row for each side of each task; means and standard errors."""
+    """Return a row for each side of each task; means and standard errors."""
     lines = [
         "| one thread | frames to the goal | runs that came there | CPU seconds to the goal | "
         "frames per CPU second | return after a fixed number of frames |",

@@ -1,4 +1,4 @@
-"""The library's PPO, for `benchmarks/envs`, which runs it in processes of its own.
+"""Run the library's PPO for `benchmarks/envs`, in processes of its own.
 
 `Trainer.fit` of an `ActorCriticModule` without logger and bars. Its defaults are CartPole's task.
 """
@@ -45,7 +45,7 @@ class Clock(Callback):
 
 
 def make_module(task: Task, seed: int, **options: Any) -> ActorCriticModule:
-    """``options`` of the module."""
+    """Make the module; ``options`` are its arguments."""
     return ActorCriticModule(
         loss=PPOClip(CLIP, CLIP),
         advantage=StepGAE(task.gamma, lam=LAMBDA),
@@ -60,13 +60,13 @@ def make_module(task: Task, seed: int, **options: Any) -> ActorCriticModule:
 
 
 def made_of(task: Task) -> Gym:
-    """The task's environment, as all sides have it."""
+    """Make the task's environment, as all sides have it."""
     told = {"class_path": "benchmarks.envs.task.Told", "init_args": {"scale": task.scale}}
     return Gym(task.environment, wrappers=[told])
 
 
 def make_data(task: Task, iterations: int, seed: int) -> EnvDataModule:
-    """One epoch of so many iterations."""
+    """Make the data of one epoch of so many iterations."""
     return EnvDataModule(
         made_of(task),
         num_envs=ENVS,
@@ -82,7 +82,7 @@ def fit(module: ActorCriticModule, data: EnvDataModule, callback: Callback) -> N
 
 
 def main(**options: Any) -> None:
-    """A run; ``options`` of the module."""
+    """Run once; ``options`` are the module's."""
     arguments = arguments_of(__doc__)
     task = TASKS[arguments.task]
     seed_everything(arguments.seed, verbose=False)

@@ -1,4 +1,4 @@
-"""Runs of each side, in processes and an environment of their own."""
+"""Run each side in processes and an environment of its own."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SAME = ("torch", "numpy", "gymnasium")
 """The packages that the peers get in the versions installed here."""
 PEER_PACKAGES = ("torchrl==0.14.1", "stable-baselines3==2.9.2", "tensorboard==2.21.0")
 CLEANRL = "cleanrl==1.2.0"
-"""Without what it asks for: a gym and a torch of its day."""
+"""The package is installed without its requirements: a gym and a torch of its day."""
 SIDES: dict[str, object] = {
     "ours": sys.executable,
     "same": sys.executable,
@@ -28,11 +28,11 @@ SIDES: dict[str, object] = {
     "sb3": PEER_PYTHON,
     "cleanrl": PEER_PYTHON,
 }
-"""With which Python."""
+"""The Python of each side."""
 
 
 def make_environment() -> None:
-    """The peers', unless it is there with these versions."""
+    """Make the peers' environment, unless it is there with these versions."""
     same = [f"{name}=={version(name).partition('+')[0]}" for name in SAME]
     wanted, stamp = "\n".join([*same, *PEER_PACKAGES, CLEANRL]), PEERS / "made"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -47,7 +47,7 @@ def make_environment() -> None:
 def run(
     side: str, task: str, seed: int, most: int | None = None, runs: Path | None = None
 ) -> dict[str, Any]:
-    """One run of one side, in a process of its own; returns what it measured.
+    """Run one side once, in a process of its own; return what it measured.
 
     ``most``: iterations, if not the task's; ``runs``: where runs lie that were made before.
 
@@ -80,7 +80,7 @@ def run(
 
 
 def measure(task: str, sides: Sequence[str], seeds: int, runs: Path | None) -> Runs:
-    """All sides in turns; another one begins with every seed."""
+    """Run all sides in turns; another one begins with every seed."""
     done: Runs = {side: [] for side in sides}
     for seed in range(seeds):
         turn = seed % len(sides)

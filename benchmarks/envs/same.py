@@ -1,4 +1,4 @@
-"""The library's PPO as the others have theirs, for `benchmarks/envs`.
+"""Run the library's PPO as the others have theirs, for `benchmarks/envs`.
 
 Gradients of actor and critic are clipped by one norm, and advantages normalised per minibatch.
 """

@@ -1,4 +1,4 @@
-"""Stable-Baselines3's PPO, for `benchmarks/envs`, in that benchmark's environment.
+"""Run Stable-Baselines3's PPO for `benchmarks/envs`, in that benchmark's environment.
 
 At its best: environments in this process and without its Monitor, no logs, fused Adam (its own
 default is not fused). Its value loss is the mean squared error, so the coefficient is half of what

@@ -1,4 +1,4 @@
-"""The tasks of `benchmarks/envs`, and what each side leaves; imports gymnasium and torch.
+"""Define the tasks of `benchmarks/envs`, and what each side leaves; import gymnasium and torch.
 
 PPO, the same for all: numbers of environments and steps, networks (actor and critic apart, two
 layers of 64 with tanh, orthogonal), Adam, and what the loss is made of.
@@ -21,13 +21,13 @@ from torch import Tensor
 
 ENVS, STEPS = 8, 128
 FRAMES = ENVS * STEPS
-"""Of an iteration."""
+"""The frames of an iteration."""
 EPS, LAMBDA, CLIP = 1e-5, 0.95, 0.2
 VALUE_COEF = 0.25
-"""Of the squared error; with half of it in the loss, as most write it, the coefficient is 0.5."""
+"""The coefficient of the squared error; with half of it in the loss, as usual, it is 0.5."""
 MAX_GRAD_NORM = 0.5
 EPISODES = 20
-"""That a trained policy is judged by."""
+"""The number of episodes that a trained policy is judged by."""
 RECENT = 20
 """Episodes of training, over all environments, whose mean return is held against the goal."""
 
@@ -64,7 +64,7 @@ class Task:
     scale: float = 1.0
 
     def made(self) -> gymnasium.Env:
-        """One environment; without gymnasium's checker, for no side has to pay for it."""
+        """Make one environment; without gymnasium's checker, for no side has to pay for it."""
         return Told(gymnasium.make(self.environment, disable_env_checker=True), self.scale)
 
 
@@ -114,13 +114,13 @@ TASKS = {
 
 
 def cpu_now() -> float:
-    """CPU seconds of this process and of those that it started and that are over."""
+    """Return the CPU seconds of this process and of those that it started and that are over."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 class Progress:
-    """CPU seconds of each iteration of this process, and the returns of its episodes.
+    """Measures CPU seconds of each iteration of this process, and the returns of its episodes.
 
     Args:
         task: whose goal ends the run, once the policy has been judged.
@@ -139,12 +139,12 @@ class Progress:
         self._recent: list[float] = []
 
     def begin(self) -> None:
-        """All before this is set-up."""
+        """Begin to measure: everything before this call is set-up."""
         Told.returned.clear()
         self.setup_cpu_s = self._since = cpu_now()
 
     def iterated(self) -> bool:
-        """An iteration is over; tells whether the run is."""
+        """Note that an iteration is over; tell whether the run is."""
         self.cpu_s.append(cpu_now() - self._since)
         done = len(self.cpu_s)
         self.episodes.append(list(Told.returned))
@@ -174,7 +174,7 @@ class Progress:
 
 @torch.no_grad()
 def returns(task: Task, policy: Policy, seeds: Sequence[int]) -> list[float]:
-    """The reward of an episode for each seed; actions are drawn, alike on all sides."""
+    """Return the reward of an episode for each seed; actions are drawn, alike on all sides."""
     envs = [gymnasium.make(task.environment, disable_env_checker=True) for _ in seeds]
     seen = [env.reset(seed=seed)[0] for env, seed in zip(envs, seeds, strict=True)]
     draws = torch.Generator().manual_seed(0)
@@ -192,7 +192,7 @@ def returns(task: Task, policy: Policy, seeds: Sequence[int]) -> list[float]:
 
 
 def _drawn(made: tuple[Tensor, ...], draws: torch.Generator) -> Sequence[Any]:
-    """An action for each row; the environment clips those beyond its bounds."""
+    """Draw an action for each row; the environment clips those beyond its bounds."""
     if len(made) == 1:
         drawn: list[int] = torch.multinomial(made[0].softmax(-1), 1, generator=draws)[:, 0].tolist()
         return drawn
@@ -202,7 +202,7 @@ def _drawn(made: tuple[Tensor, ...], draws: torch.Generator) -> Sequence[Any]:
 
 
 def arguments_of(description: str | None) -> argparse.Namespace:
-    """What one run of one side takes; a thread is all that it gets."""
+    """Parse the arguments of one run of one side, and limit it to one thread."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--most", type=int, help="iterations; left out: the task's")

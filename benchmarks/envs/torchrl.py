@@ -1,4 +1,4 @@
-"""torchrl's PPO, for `benchmarks/envs`, in that benchmark's environment.
+"""Run torchrl's PPO for `benchmarks/envs`, in that benchmark's environment.
 
 Its example's loop (sota-implementations/ppo: collector, GAE, ClipPPOLoss) at its best: gymnasium's
 vector of environments in this process, reset by torchrl (of what it takes the fastest), the
@@ -41,7 +41,7 @@ LEARNED = ("observation", "action", "action_log_prob", "advantage", "value_targe
 
 
 def layers(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    """Two of 64 with tanh, and one of ``outputs``, orthogonal."""
+    """Make two layers of 64 with tanh, and one of ``outputs``, orthogonal."""
     linears = [nn.Linear(inputs, 64), nn.Linear(64, 64), nn.Linear(64, outputs)]
     for linear, scale in zip(linears, (2**0.5, 2**0.5, gain), strict=True):
         nn.init.orthogonal_(linear.weight, scale)
@@ -58,7 +58,7 @@ def environments(task: Task, seed: int) -> GymWrapper:
 
 
 def actor_of(env: gymnasium.Env) -> tuple[ProbabilisticActor, Policy]:
-    """The policy, for logits or for a normal, whose spread does not depend on what is seen."""
+    """Make the policy, for logits or a normal, whose spread does not depend on what is seen."""
     inputs = env.observation_space.shape[0]
     if isinstance(env.action_space, gymnasium.spaces.Discrete):
         net: nn.Module = layers(inputs, int(env.action_space.n), 0.01)
@@ -85,7 +85,7 @@ def actor_of(env: gymnasium.Env) -> tuple[ProbabilisticActor, Policy]:
 
 
 def minibatches(data: TensorDict, count: int) -> Iterator[TensorDict]:
-    """Rows in a new order."""
+    """Yield rows in a new order."""
     for places in torch.randperm(len(data)).tensor_split(count):
         yield data[places]
 

@@ -1,1 +1,1 @@
-"""Checks of a GPU machine, most important first: ``python -m benchmarks.gpu``."""
+"""Check a GPU machine, most important first: ``python -m benchmarks.gpu``."""

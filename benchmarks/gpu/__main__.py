@@ -1,4 +1,4 @@
-"""One command that says what of this library works on a GPU machine, and how fast.
+"""Say by one command what of this library works on a GPU machine, and how fast.
 
     make gpu-check                                     (or: python -m benchmarks.gpu)
     make gpu-check GPU_PYTHON=python3                  with the machine's own packages, no .venv
@@ -27,7 +27,7 @@ SECONDS = 600.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all checks that ran passed; 1 if one failed, or none ran; 2 if none can."""
+    """Return 0 if all checks that ran passed; 1 if one failed, or none ran; 2 if none can."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="name the checks, and run none")
     parser.add_argument(
@@ -73,13 +73,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refuse(why: str) -> int:
-    """In one line."""
+    """Refuse in one line."""
     print(f"gpu-check: {why}", file=sys.stderr)
     return 2
 
 
 def sees_cuda() -> bool:
-    """Asked in another process: torch takes seconds to import, and this one needs nothing of it."""
+    """Ask in another process: torch takes seconds to import, and this one needs nothing of it."""
     ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     command = [sys.executable, "-c", ask]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0

@@ -1,4 +1,4 @@
-"""What a check has at hand, and where it leaves what it finds."""
+"""Provide a check with its device, its sizes, and a record for its results."""
 
 import json
 import traceback
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 LAST_LINES = 15
-"""Of an error or of a process's output, that a record keeps."""
+"""The lines of an error or of a process's output that a record keeps."""
 
 
 class Skipped(Exception):
@@ -16,7 +16,7 @@ class Skipped(Exception):
 
 
 class Bench:
-    """Where a check runs, and its record.
+    """The place where a check runs, and its record.
 
     Args:
         device: ``cuda``, or ``cpu`` for a trial of the check itself at a tiny size.
@@ -34,23 +34,23 @@ class Bench:
 
     @property
     def tiny(self) -> bool:
-        """Whether it is but a trial: sizes should be such that it takes a second."""
+        """Tell whether this is a trial, whose sizes should let a check take a second."""
         return self.device == "cpu"
 
     def note(self, figures: dict[str, Any] | None = None, **more: Any) -> None:
         """Add to the check's figures: numbers, texts, flags and dictionaries of them by name."""
-        self.figures |= {name: _short(value) for name, value in ((figures or {}) | more).items()}
+        self.figures |= {name: rounded(value) for name, value in ((figures or {}) | more).items()}
         self.write(None)
 
     def require(self, condition: object, message: str) -> None:
-        """The check fails unless this holds, but first goes on."""
+        """Fail the check unless this holds, but first go on."""
         if not condition:
             self.faults.append(message)
             self.write(None)
 
     @contextmanager
     def case(self, name: str) -> Iterator[None]:
-        """One of several parts of a check: when it fails, the others are still made."""
+        """Make one of several parts of a check: when it fails, the others are still made."""
         try:
             yield
         except Skipped:
@@ -69,11 +69,12 @@ class Bench:
 
 
 def last_lines(text: str) -> str:
-    """The end of a text, where an error says what it is."""
+    """Return the end of a text, where an error says what it is."""
     return "\n".join(text.strip().splitlines()[-LAST_LINES:])
 
 
-def _short(value: Any) -> Any:
+def rounded(value: Any) -> Any:
+    """Round floats to four digits, in dictionaries too."""
     if isinstance(value, dict):
-        return {name: _short(part) for name, part in value.items()}
+        return {name: rounded(part) for name, part in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""The process of one check: import what it needs, wait for its turn, run, leave a record.
+"""Run one check in its process: import what it needs, wait for its turn, run, leave a record.
 
     python -m benchmarks.gpu.child TARGET OPTIONS DEVICE SCRATCH RECORD
 

@@ -1,4 +1,4 @@
-"""Milliseconds, bytes and waits of a device, on which work goes on behind Python's back."""
+"""Measure milliseconds, bytes and waits of a device that works behind Python's back."""
 
 import gc
 import time
@@ -21,7 +21,7 @@ def settle(bench: Bench) -> None:
 
 
 def milliseconds(bench: Bench, work: Callable[[], Any], repeats: int = 5) -> float:
-    """Median of some runs after one that warms up."""
+    """Return the median milliseconds of some runs after one that warms up."""
     times = []
     for _ in range(1 + repeats):
         settle(bench)
@@ -49,25 +49,25 @@ def device_work(bench: Bench, work: Callable[[], Any]) -> tuple[float, int]:
 
 
 def give_back(bench: Bench) -> None:
-    """What nothing refers to any more: modules and trainers refer to each other."""
+    """Free memory that nothing refers to any more: modules and trainers refer to each other."""
     gc.collect()
     if bench.device == "cuda":
         torch.cuda.empty_cache()
 
 
 def begin_peak(bench: Bench) -> None:
-    """From here on :func:`peak_bytes` counts."""
+    """Start the measurement that :func:`peak_bytes` reads."""
     if bench.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes(bench: Bench) -> int | None:
-    """The most that torch had allocated at one time; None where it does not count."""
+    """Return the most that torch had allocated at one time; None where it does not count."""
     return torch.cuda.max_memory_allocated() if bench.device == "cuda" else None
 
 
 def used_bytes(bench: Bench) -> int:
-    """Of the device, by whatever process and allocator; 0 on a CPU, where it says nothing."""
+    """Return the bytes in use on the device, by all processes and allocators; 0 on a CPU."""
     if bench.device != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info()

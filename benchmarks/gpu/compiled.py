@@ -1,4 +1,4 @@
-"""An update with and without ``torch.compile``: its speed, its peak memory and its rounding."""
+"""Update with and without ``torch.compile``: measure its speed, peak memory and rounding."""
 
 import random
 import time
@@ -37,7 +37,7 @@ MORE_ROUNDING = 1.5
 
 
 def compiled(bench: Bench, shape: str) -> None:
-    """Tokens per second of an update's passes, and its peak, in each way."""
+    """Measure tokens per second of an update's passes, and its peak, in each way."""
     rollouts = rollouts_by_lot(16 if bench.tiny else 256, 8 if bench.tiny else 256)
     prompts = {id(r.prompt): len(r.prompt.token_ids) for r in rollouts}
     tokens = sum(len(r.token_ids) for r in rollouts) + sum(prompts.values())
@@ -64,7 +64,7 @@ def compiled(bench: Bench, shape: str) -> None:
 
 
 def rounding(bench: Bench, shape: str) -> None:
-    """How far plain and compiled layers are from float32 in bfloat16: logprobs and gradients."""
+    """Compare bfloat16 logprobs and gradients, plain and compiled, with those in float32."""
     rollouts = rollouts_by_lot(8 if bench.tiny else 32, 8 if bench.tiny else 256)
     pack, found = pack_rollouts(rollouts).to(bench.device), {}
     ways = {"float32": (False, False), "plain": (False, True), "compiled": (True, True)}
@@ -84,7 +84,7 @@ def rounding(bench: Bench, shape: str) -> None:
     exact = found.pop("float32")
 
     def apart(tensors: list[Tensor]) -> float:
-        """The largest of the distances, in norms of what is exact."""
+        """Return the largest of the distances, in norms of what is exact."""
         pairs = zip(tensors, exact, strict=True)
         return max(float((a - b).norm() / b.norm()) for a, b in pairs if b.any())
 
@@ -99,7 +99,7 @@ def rounding(bench: Bench, shape: str) -> None:
 
 
 def _model(bench: Bench, shape: str) -> Path:
-    """Configuration and tokenizer of a shape of ``recipes.math.make_model``; tiny for a trial."""
+    """Make configuration and tokenizer of ``recipes.math.make_model``'s shape; tiny for a trial."""
     if bench.tiny:
         return model_of(bench, "tiny")
     directory = bench.scratch / "models" / shape
@@ -111,7 +111,7 @@ def _model(bench: Bench, shape: str) -> Path:
 
 
 def rollouts_by_lot(count: int, mean: int, prompt_tokens: int = 100) -> list[Rollout]:
-    """Groups of 8 rollouts whose lengths are drawn, with this ``mean``, and at most four times it.
+    """Draw groups of 8 rollouts with lengths of this ``mean``, and at most four times it.
 
     All have a reward, and so are trained on.
     """

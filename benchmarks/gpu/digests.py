@@ -1,4 +1,4 @@
-"""Digests of weights: the same on a GPU and a CPU, and what share of a push they take."""
+"""Compare digests of weights on a GPU and a CPU, and measure what share of a push they take."""
 
 import tempfile
 import time
@@ -22,7 +22,7 @@ SHAPES = ((3,), (5, 7), (CHUNK * 8 + 1,), (129, 65))
 
 
 def cost(bench: Bench) -> None:
-    """Equal digests on both devices; gigabytes read per second; and the share of a whole push."""
+    """Check digests on both devices; measure gigabytes per second and the share of a push."""
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8):
         for shape in SHAPES:
             tensor = torch.randn(shape, device="cpu").to(dtype)
@@ -46,7 +46,7 @@ def cost(bench: Bench) -> None:
 
 
 def _share_of_push(bench: Bench, model: Path, pushes: int = 5) -> float:
-    """In one process, to an engine with weights of its own: the least that a push can cost."""
+    """Push within one process, to an engine with weights of its own: no push can cost less."""
     policy = policy_of(bench, model, seed=2)
     engine = TransformersEngine("bfloat16", device=bench.device)
     clock = StageClock()

@@ -1,4 +1,4 @@
-"""vLLM in the training process: memory, pushes, agreement with the trainer, speed."""
+"""Check vLLM in the training process: memory, pushes, agreement with the trainer, speed."""
 
 import asyncio
 import gc
@@ -36,7 +36,7 @@ FREED_ASLEEP = 0.75
 
 @contextmanager
 def started(bench: Bench, model: Path, **options: Any) -> Iterator[VLLMLocal]:
-    """An engine without weights, closed afterwards."""
+    """Yield an engine without weights, and close it afterwards."""
     defaults: dict[str, Any] = {"max_model_len": 256, "kv_cache_gb": 0.05 if bench.tiny else 4.0}
     engine = VLLMLocal(**(defaults | options))
     begin = time.perf_counter()
@@ -51,14 +51,14 @@ def started(bench: Bench, model: Path, **options: Any) -> Iterator[VLLMLocal]:
 
 
 def policy_of(bench: Bench, model: Path, seed: int) -> Policy:
-    """Random weights, on the device."""
+    """Make random weights on the device."""
     torch.manual_seed(seed)
     with torch.device(bench.device):
         return Policy(str(model), loading=Loading(random_init=True))
 
 
 def push_to(engine: VLLMLocal, policy: Policy, version: int) -> None:
-    """As ``WeightSync`` does."""
+    """Push weights as ``WeightSync`` does."""
     transport = MemoryTransport()
     transport.connect(engine)
     push_weights(transport, engine, policy, version)
@@ -68,7 +68,7 @@ def push_to(engine: VLLMLocal, policy: Policy, version: int) -> None:
 def generate(
     engine: VLLMLocal, prompts: Sequence[list[int]], sampling: Sampling
 ) -> list[Completion]:
-    """All at once."""
+    """Generate all completions at once."""
 
     async def run() -> list[Completion]:
         return await asyncio.gather(
@@ -82,7 +82,7 @@ def generate(
 
 
 def memory(bench: Bench) -> None:
-    """What an engine takes of the device, and gives back; whether a second one can follow."""
+    """Measure the memory that an engine takes and gives back, and start a second one after it."""
     model = model_of(bench, "0.5B")
     policy = policy_of(bench, model, seed=1)
     settle(bench)
@@ -105,7 +105,7 @@ def memory(bench: Bench) -> None:
 
 
 def sleep(bench: Bench) -> None:
-    """What sleeping frees, and whether the engine generates the same when it is awake again."""
+    """Measure what sleep frees, and compare what the engine generates before and after it."""
     model = model_of(bench, "0.5B")
     policy = policy_of(bench, model, seed=1)
     for level in (2,) if bench.tiny else (1, 2):
@@ -123,7 +123,7 @@ def _sleep(bench: Bench, model: Path, policy: Policy, level: int) -> None:
         settle(bench)
         awake = used_bytes(bench)
         slept = _seconds(bench, engine.sleep)
-        # From one moment to the next: other jobs may be on the card.
+        # The difference is taken between two moments: other jobs may be on the card.
         freed = awake - used_bytes(bench)
         if level == 2:
             push_to(engine, policy, version=2)
@@ -158,7 +158,7 @@ def _sleep(bench: Bench, model: Path, policy: Policy, level: int) -> None:
 
 
 def push(bench: Bench, tied: bool, dtype: str) -> None:
-    """After each push greedy completions are those of the weights pushed last."""
+    """Check after each push that greedy completions are those of the weights pushed last."""
     model = model_of(bench, "small", tied)
     policies = [policy_of(bench, model, seed) for seed in (1, 2)]
     prompts = prompts_of(8, 20)
@@ -195,7 +195,7 @@ def push(bench: Bench, tied: bool, dtype: str) -> None:
 def _regrets(
     bench: Bench, policy: Policy, prompts: Sequence[list[int]], completions: list[Completion]
 ) -> list[float]:
-    """Per token, how much likelier the likeliest one is by the Hugging Face model in float32."""
+    """Return how much likelier each token's best alternative is, by Hugging Face in float32."""
     config = AutoConfig.from_pretrained(policy.model)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(bench.device).eval()
     plain.load_state_dict(dict(policy.named_weights()))
@@ -209,7 +209,7 @@ def _regrets(
 
 
 def push_in_flight(bench: Bench) -> None:
-    """Tokens written before a push are the old weights', those after it the new ones'."""
+    """Check that tokens before a push are the old weights', and those after it the new ones'."""
     dtype = "bfloat16"
     model = model_of(bench, "small")
     old, new = (policy_of(bench, model, seed) for seed in (1, 2))
@@ -252,7 +252,7 @@ def _gaps(
     completions: Sequence[Completion],
     sampling: Sampling,
 ) -> list[float]:
-    """Logprobs of all tokens as the trainer computes them, less the engine's."""
+    """Return logprobs of all tokens as the trainer computes them, less the engine's."""
     rollouts = [
         Rollout(
             Prompt(str(index), "made", prompt),
@@ -276,10 +276,10 @@ def _gaps(
 
 
 def gap(bench: Bench, dtype: str) -> None:
-    """How far engine and trainer are apart on sampled tokens: what the probe's bound rests on.
+    """Measure the gap of engine and trainer on sampled tokens, on which the probe's bound rests.
 
-    Of the recipe's model after its warm start (random weights if the check ``recipe`` was not
-    made) and of a random model of 0.5B parameters.
+    The models are the recipe's after its warm start (random weights if the check ``recipe`` was
+    not made) and a random one of 0.5B parameters.
     """
     recipe = warm_model(bench)
     if recipe.exists():
@@ -321,7 +321,7 @@ def _gap(
 
 
 def speed(bench: Bench, model_runner_v2: bool | None = None) -> None:
-    """Tokens per second of many short completions, the device's share of a step, and a push.
+    """Measure tokens per second of many completions, the device's share of a step, and a push.
 
     ``model_runner_v2`` chooses between vLLM's two model runners; None: as vLLM does.
     """

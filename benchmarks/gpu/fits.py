@@ -1,4 +1,4 @@
-"""Training as users start it, in every precision; saved, resumed, and done twice."""
+"""Train as users do, in every precision; save, resume, and do it twice."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ ALWAYS = ("32-true", "bf16-mixed")
 
 
 def evens_share(completion_ids: list[list[int]], **columns: object) -> list[float]:
-    """Of the tokens written, how many have an even number; a random model can learn that."""
+    """Return the share of written tokens with even numbers, which a random model can learn."""
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
@@ -50,7 +50,7 @@ class Watch(RLCallback):
 
 
 def fit(bench: Bench, precision: str, kinds: Sequence[str] = ("grpo", "critic", "lora")) -> None:
-    """Of each kind: two iterations, a checkpoint, two more from there."""
+    """Train each kind for two iterations, checkpoint it, and train two more from there."""
     for name in kinds:
         if (package := KINDS[name].lacks) is not None:
             bench.note({name: f"skipped: {package} is not installed"})
@@ -108,7 +108,7 @@ def _save_and_resume(bench: Bench, name: str, precision: str) -> None:
 def _run(
     bench: Bench, name: str, precision: str, checkpoint: str | None = None
 ) -> tuple[Trainer, Watch]:
-    """One epoch, or a second from a checkpoint."""
+    """Run one epoch, or a second from a checkpoint."""
     kind = KINDS[name]
     seed_everything(0, verbose=False)
     parts = {"optimizer": adamw(3e-3)} | kind.parts
@@ -134,7 +134,7 @@ def _run(
 
 
 def update_twice(bench: Bench) -> None:
-    """Are the weights the same bits when the same update is done again?"""
+    """Check whether the weights are the same bits when the same update is done again."""
     for precision in ("32-true", "bf16-mixed"):
         for deterministic in (False, True):
             name = f"{precision}{' deterministic' if deterministic else ''}"
@@ -148,7 +148,7 @@ def update_twice(bench: Bench) -> None:
 
 
 def _updated(bench: Bench, precision: str, deterministic: bool) -> list[Tensor]:
-    """Weights after two iterations on given rollouts."""
+    """Return weights after two iterations on given rollouts."""
     seed_everything(0, verbose=False)
     count, tokens = (8, 12) if bench.tiny else (64, 200)
     module = PolicyModule(str(model_of(bench, "small", weights=True)), optimizer=adamw(1e-3))

@@ -1,4 +1,4 @@
-"""Attention over packs and the policy head, by themselves."""
+"""Check attention over packs and the policy head, by themselves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -20,11 +20,11 @@ from tests.support.places import attended_in_places
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64), (8, 1, 256))
 """Query heads, key heads and their width: of 0.5B and 1.5B models, ungrouped, and the extremes."""
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Of norms: some roundings of each format, whereas a wrong mask is off by 0.1 and more."""
+"""The tolerance of norms: some roundings of each format; a wrong mask is off by 0.1 and more."""
 
 
 def attention(bench: Bench) -> None:
-    """Outputs and gradients of packed attention against its definition in float32.
+    """Compare outputs and gradients of packed attention with its definition in float32.
 
     Without a sliding window, and through one of a third of the longest rollout.
     """
@@ -44,7 +44,7 @@ def attention(bench: Bench) -> None:
 
 
 def shared_queries(bench: Bench) -> None:
-    """As ``attention``, of several places that have a share of the queries each."""
+    """Measure ``attention`` in several places, each with a share of the queries."""
     sizes = ((3, 40, 30),) if bench.tiny else ((16, 300, 200), (2, 8000, 64))
     for places in (2, 8):
         for dtype in TOLERANCE:
@@ -113,7 +113,7 @@ def _compare(
 def _defined(
     inputs: list[Tensor], layout: PackLayout, upstream: Tensor, window: int | None
 ) -> list[Tensor]:
-    """Output and gradients, segment by segment in float32."""
+    """Return output and gradients, segment by segment in float32."""
     q, k, v = (x[0].transpose(0, 1) for x in inputs)
     out = attend(q, k, v, layout.varlen, None, plain_varlen, window)
     return [out[None], *torch.autograd.grad(out, inputs, upstream[0])]

@@ -1,4 +1,4 @@
-"""What ``fits`` trains: a model, prompts for it, and the parts of a module, by name."""
+"""Define what ``fits`` trains: models, prompts for them, and the parts of modules, by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ from tests.support.tiny_vision import picture, save_vision_model
 
 @dataclass(frozen=True)
 class Kind:
-    """``parts`` are arguments of the module."""
+    """A kind of training; ``parts`` are arguments of the module."""
 
     model: Callable[[Bench], Path]
     prompts: Callable[[], IterablePrompts]
@@ -42,7 +42,7 @@ class Kind:
 
     @property
     def lacks(self) -> str | None:
-        """A package that it needs and that is not installed."""
+        """Return a package that it needs and that is not installed."""
         return self.needs if self.needs is not None and find_spec(self.needs) is None else None
 
 
@@ -51,7 +51,7 @@ def _digits() -> IterablePrompts:
 
 
 def _pictured() -> IterablePrompts:
-    """Questions of one and of two pictures, and one without."""
+    """Return questions of one and of two pictures, and one without."""
     rows = []
     for shown in range(16):
         parts: list[dict[str, Any]] = [
@@ -64,7 +64,7 @@ def _pictured() -> IterablePrompts:
 
 
 def _made(bench: Bench, name: str, make: Callable[[Path], Any]) -> Path:
-    """A model's directory, made at the first call."""
+    """Return a model's directory, made at the first call."""
     directory = bench.scratch / "models" / name
     if not directory.exists():
         make(directory)

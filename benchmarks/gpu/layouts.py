@@ -1,4 +1,4 @@
-"""GPUs that compute packs together: the scores and gradients of one, and what a push to many takes.
+"""Check GPUs that compute packs together: one's scores and gradients, and a push to many.
 
 Skipped where there are too few GPUs; a trial on a CPU has two processes over gloo.
 """
@@ -26,11 +26,11 @@ from lightning_rl.sync.sent import SentWeights
 from tests.support.ranks import World
 
 CLOSE, CLOSE_IN_FLOAT32 = 1e-9, 1e-4
-"""Of scores and gradients, against one GPU's: its sums are in another order."""
+"""The tolerance to one GPU's scores and gradients, whose sums are in another order."""
 
 
 def equal(bench: Bench, kind: str) -> None:
-    """Scores and gradients by layout and feature, in float64 and once in float32."""
+    """Compare scores and gradients by layout and feature, in float64 and once in float32."""
     ranks = 4 if _gpus(bench, 2) >= 4 else 2
     features = KINDS[kind].features[:1] if bench.tiny else KINDS[kind].features
     layouts = KINDS[kind].layouts[ranks]
@@ -48,7 +48,7 @@ def equal(bench: Bench, kind: str) -> None:
 
 
 def shared_push(bench: Bench) -> None:
-    """One broadcast to several servers, each on a GPU of its own, and digests of what they hold."""
+    """Broadcast once to several servers, each on a GPU of its own, and digest what they hold."""
     replicas = 1 if bench.tiny else min(3, _gpus(bench, 3) - 1)
     devices = None if bench.tiny else [str(1 + place) for place in range(replicas)]
     model = model_of(bench, "small")

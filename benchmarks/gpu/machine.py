@@ -1,4 +1,4 @@
-"""What machine it is, and what is installed."""
+"""Describe the machine and what is installed on it."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ PACKAGES = [
 
 
 def describe(bench: Bench) -> None:
-    """Processor, memory, GPU, and versions; nothing that names the host."""
+    """Describe processor, memory, GPU, and versions; nothing that names the host."""
     bench.note(
         cpu=cpu_model(),
         cores=usable_cores(),

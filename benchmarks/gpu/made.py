@@ -1,4 +1,4 @@
-"""Models and rollouts that checks make for themselves: nothing is looked up anywhere."""
+"""Make models and rollouts for checks: nothing is looked up anywhere."""
 
 import random
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 def shape_of(bench: Bench, name: str) -> Shape:
-    """One of ``SHAPES``; for a trial a tiny one, with an odd one's many query heads per key."""
+    """Return one of ``SHAPES``; for a trial a tiny one, with as many query heads per key."""
     shape, tiny = SHAPES[name], SHAPES["tiny"]
     if not bench.tiny:
         return shape
@@ -52,7 +52,7 @@ def shape_of(bench: Bench, name: str) -> Shape:
 
 
 def model_of(bench: Bench, name: str, tied: bool = True, weights: bool = False) -> Path:
-    """A directory with configuration and tokenizer of a shape; on request with random weights."""
+    """Make a directory with configuration and tokenizer of a shape; on request with weights."""
     directory = bench.scratch / "models" / f"{name}-{'tied' if tied else 'untied'}-{weights}"
     if directory.exists():
         return directory
@@ -83,12 +83,12 @@ def model_of(bench: Bench, name: str, tied: bool = True, weights: bool = False) 
 
 
 def warm_model(bench: Bench) -> Path:
-    """Where the check ``recipe`` leaves the recipe's model after its warm start."""
+    """Return where the check ``recipe`` leaves the recipe's model after its warm start."""
     return bench.scratch / "sort_digits" / "sft" / "hf"
 
 
 def prompts_of(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Distinct prompts of random digits."""
+    """Make distinct prompts of random digits."""
     rng = random.Random(seed)
     return [[rng.randint(FIRST, LAST) for _ in range(tokens)] for _ in range(count)]
 
@@ -96,7 +96,7 @@ def prompts_of(count: int, tokens: int, seed: int = 0) -> list[list[int]]:
 def rollouts_of(
     count: int, tokens: int, prompt_tokens: int = 64, group_size: int = 4, seed: int = 0
 ) -> list[Rollout]:
-    """Graded rollouts of random digits, all of the same length, in groups of one prompt."""
+    """Make graded rollouts of random digits and equal lengths, in groups of one prompt."""
     rng = random.Random(seed)
     prompts = prompts_of(-(-count // group_size), prompt_tokens, seed + 1)
     return [
@@ -122,17 +122,17 @@ def rollouts_of(
 
 
 def trainer_of(bench: Bench, **options: Any) -> Trainer:
-    """On the one device, without bars, logs and files."""
+    """Make a trainer on the one device, without bars, logs and files."""
     return quiet_trainer(bench.scratch, accelerator=bench.device, **options)
 
 
 def adamw(lr: float) -> Any:
-    """What makes an optimizer, as modules take it."""
+    """Return an optimizer factory, as modules take it."""
     return partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median, tails and maximum of absolute values."""
+    """Return mean, median, tails and maximum of absolute values."""
     sizes = torch.tensor(values, dtype=torch.float64).abs()
     at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
     found = sizes.quantile(torch.tensor(list(at.values()), dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""The recipe as its users start it, and the tests in ``tests/gpu``."""
+"""Run the recipe as its users start it, and the tests in ``tests/gpu``."""
 
 import io
 import json
@@ -58,7 +58,7 @@ def three_iterations(bench: Bench) -> None:
 
 
 def _run(bench: Bench, name: str, *arguments: str) -> None:
-    """``lightning-rl fit``; what it prints is kept in this process's output."""
+    """Run ``lightning-rl fit``; what it prints is kept in this process's output."""
     accelerator = "cpu" if bench.device == "cpu" else "auto"
     begin = time.perf_counter()
     with redirect_stderr(io.StringIO()) as printed:
@@ -70,7 +70,7 @@ def _run(bench: Bench, name: str, *arguments: str) -> None:
 
 
 def tests(bench: Bench) -> None:
-    """``pytest tests/gpu``; where there is no GPU, it skips them all."""
+    """Run ``pytest tests/gpu``; where there is no GPU, it skips them all."""
     command = [
         sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rf", "-p", "no:cacheprovider",
     ]  # fmt: skip

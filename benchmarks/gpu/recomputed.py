@@ -1,4 +1,4 @@
-"""Layers' inputs in host memory: the same gradients, the planned peak, and what the copies cost."""
+"""Keep layers' inputs in host memory: check gradients and planned peak, and time the copies."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ COMPARED = 1 << 20
 
 
 def host_inputs(bench: Bench) -> None:
-    """Gradients, milliseconds and peaks of one long pack, by setting."""
+    """Measure gradients, milliseconds and peaks of one long pack, by setting."""
     count, tokens = (2, 90) if bench.tiny else (2, 8000)
     pack = pack_rollouts(rollouts_of(count, tokens)).to(bench.device)
     gradients: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""The checks by name, in the order in which they run; nothing here imports torch."""
+"""List the checks by name, in the order in which they run; nothing here imports torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,7 +67,7 @@ CHECKS = (
     _with_vllm("push-float32", "engines:push", 120, tied=True, dtype="float32"),
     _with_vllm("push-in-flight", "engines:push_in_flight", 120),
     _with_vllm("fit-vllm", "fits:fit", 150, precision="bf16-mixed", kinds=("vllm-lora",)),
-    # How long it takes, and in how much memory.
+    # These checks measure how long it takes, and in how much memory.
     _ours("update-0.5B", "updates:update", 120, shape="0.5B"),
     _ours("compiled", "compiled:compiled", 150, shape="qwen3-0.6b"),
     _ours("compiled-rounding", "compiled:rounding", 90, shape="qwen3-0.6b"),

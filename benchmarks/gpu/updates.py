@@ -1,4 +1,4 @@
-"""An update of models of 0.5B and 1.5B parameters, stage by stage."""
+"""Time an update of models of 0.5B and 1.5B parameters, stage by stage."""
 
 import time
 from collections import defaultdict
@@ -28,13 +28,13 @@ from lightning_rl.models.attention.packed import PackLayout
 PACKS = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
 TINY_PACKS = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}
 WARM_UP, STAGED, WHOLE, WAITS = range(4)
-"""What each iteration is for."""
+"""The purpose of each iteration."""
 PLAN_IS_OFF = 1.25
 """Times the peak, or less than its inverse: then `check` misleads."""
 
 
 def update(bench: Bench, shape: str) -> None:
-    """Milliseconds by stage, waits for the device, and peak memory against the plan's."""
+    """Measure milliseconds by stage, waits for the device, and peak memory against the plan's."""
     for name, (count, tokens) in (TINY_PACKS if bench.tiny else PACKS).items():
         with bench.case(name):
             if not _fits(bench, shape, name, count, tokens):
@@ -80,7 +80,7 @@ def _measure(
 
 
 class RewardItself(Advantage):
-    """Of every token; a group's mean would leave nothing of a single rollout."""
+    """Credits every token with the reward; a group's mean would leave nothing of one rollout."""
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         batch["tokens", "advantages"] = batch["rollouts", "reward"][token_rows(batch)]
@@ -88,7 +88,7 @@ class RewardItself(Advantage):
 
 
 class Stages(RLCallback):
-    """What one update takes: its stages with waits between them, then the whole without."""
+    """Times one update: its stages with waits between them, then the whole without."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -101,7 +101,7 @@ class Stages(RLCallback):
 
     @property
     def figures(self) -> dict[str, Any]:
-        """All that is known so far."""
+        """Return all figures that are known so far."""
         figures: dict[str, Any] = {f"{stage} ms": ms for stage, ms in self.stages.items()}
         figures |= {"update ms": self.whole, "packs": self.packs, "plan GiB": self.planned / 2**30}
         if self.peak is not None:
@@ -145,7 +145,7 @@ class Stages(RLCallback):
     # ---------------------------------------------------------------- one update in stages
 
     def lap(self, stage: str) -> None:
-        """The time since the last call was this stage's."""
+        """Credit the time since the last call to this stage."""
         settle(self.bench)
         now = time.perf_counter()
         self.stages[stage] += (now - self._since) * 1e3

@@ -1,4 +1,4 @@
-"""The wheels that a GPU machine without a network needs for ``make gpu-check``, and their sizes.
+"""Collect the wheels that a GPU machine without a network needs for ``make gpu-check``.
 
     python -m benchmarks.gpu.wheels                       for torch 2.11: names and sizes
     python -m benchmarks.gpu.wheels --have freeze.txt     less what that machine has
@@ -33,7 +33,7 @@ CONSTRAINTS = ROOT / "install" / "cuda-constraints.txt"
 TORCH, VLLM = "2.11.0", "0.26.0"
 """vLLM's wheel for CUDA is made for one version of torch, this one for that."""
 THERE = ("lightning", "transformers")
-"""Besides torch."""
+"""The packages that are there, besides torch."""
 FOR_TESTS = ("peft", "pytest", "pytest-timeout")
 PIECE_MIB = 64
 
@@ -48,12 +48,12 @@ class Wheel:
 
     @property
     def file(self) -> str:
-        """Its name."""
+        """Return the file's name."""
         return self.url.rpartition("/")[2]
 
 
 def pins(lines: Iterable[str]) -> dict[str, str]:
-    """Versions by canonical name, of the lines that name one (``pip freeze`` has others)."""
+    """Return versions by canonical name, of lines that name one (``pip freeze`` has others)."""
     found: dict[str, str] = {}
     for line in lines:
         try:
@@ -67,14 +67,14 @@ def pins(lines: Iterable[str]) -> dict[str, str]:
 
 
 def own_requirements() -> list[str]:
-    """Of this library, without an extra."""
+    """Return this library's requirements without an extra."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     return config["options"]["install_requires"].split("\n")[1:]
 
 
 def tags_of(python: str, glibc: int) -> list[Tag]:
-    """What a CPython on 64-bit Linux of glibc 2.``glibc`` takes, the best first."""
+    """List the tags that a CPython takes on 64-bit Linux with glibc 2.``glibc``, the best first."""
     legacy = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}
     platforms = []
     for minor in range(glibc, 4, -1):
@@ -92,7 +92,7 @@ def tags_of(python: str, glibc: int) -> list[Tag]:
 
 
 def best_url(urls: Sequence[str], tags: Sequence[Tag]) -> str | None:
-    """The wheel that pip would take; None: there is none for these tags."""
+    """Return the wheel that pip would take; None: there is none for these tags."""
     rank = {tag: place for place, tag in enumerate(tags)}
 
     def place(url: str) -> int:
@@ -105,7 +105,7 @@ def best_url(urls: Sequence[str], tags: Sequence[Tag]) -> str | None:
 def resolve(
     requirements: Sequence[str], preferred: Mapping[str, str], python: str, glibc: int
 ) -> list[Wheel]:
-    """All that ``requirements`` need, at the preferred versions where those fit together."""
+    """Resolve all that ``requirements`` need, at preferred versions where those fit together."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         (folder / "in.txt").write_text("\n".join(requirements))
@@ -137,7 +137,7 @@ def resolve(
 
 
 def size_of(wheel: Wheel) -> int:
-    """In bytes, as the index says."""
+    """Return a wheel's size in bytes, as the index says."""
     context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
     request = urllib.request.Request(wheel.url, method="HEAD")
     with urllib.request.urlopen(request, timeout=60, context=context) as answer:

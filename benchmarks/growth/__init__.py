@@ -1,1 +1,1 @@
-"""Measurements of what grows faster than the work: ``python -m benchmarks.growth``."""
+"""Measure what grows faster than the work: ``python -m benchmarks.growth``."""

@@ -1,4 +1,4 @@
-"""What `benchmarks.growth` measures: each cost by the size that it grows with."""
+"""Measure each cost of `benchmarks.growth` by the size that it grows with."""
 
 import asyncio
 import random
@@ -66,7 +66,7 @@ class Drawing(Engine):
         return Completion(tokens, [-0.5] * ANSWER, "stop", [0] * ANSWER)
 
     async def _turn(self) -> None:
-        """Until it was drawn; each that comes draws one of those that wait, once they are four."""
+        """Wait to be drawn; each call draws one of those that wait, once they are four."""
         own = asyncio.get_running_loop().create_future()
         self._waiting.append(own)
         asyncio.get_running_loop().call_soon(self._let_go)
@@ -98,7 +98,7 @@ def rollout(prompt: str | list[dict[str, str]] = "") -> Rollout:
 
 
 def out_of_order_calls(size: int) -> WORK:
-    """Four chats side by side, of so many calls each, and then as many calls at once."""
+    """Run four chats side by side, of so many calls each, and then as many calls at once."""
     sampling = Sampling(max_tokens=ANSWER)
 
     async def chat(episode: Episode, engine: Engine, prompt: list[int]) -> None:
@@ -117,7 +117,7 @@ def out_of_order_calls(size: int) -> WORK:
 
 
 def session_turns(size: int) -> WORK:
-    """A chat of so many turns."""
+    """Run a chat of so many turns."""
 
     async def play() -> None:
         server, chat = AgentServer(tokenizer()), [{"role": "user", "content": "12"}]
@@ -132,7 +132,7 @@ def session_turns(size: int) -> WORK:
 
 
 def agents_contexts(size: int) -> WORK:
-    """So many agents, each with a client of the openai package."""
+    """Run so many agents, each with a client of the openai package."""
 
     async def play() -> None:
         server, sampling = AgentServer(tokenizer()), Sampling(max_tokens=ANSWER)
@@ -150,7 +150,7 @@ def agents_contexts(size: int) -> WORK:
 
 
 def group(number: int) -> list[Rollout]:
-    """Four graded rollouts of one prompt, of 4 to 19 tokens."""
+    """Make four graded rollouts of one prompt, of 4 to 19 tokens."""
     draw = random.Random(number)
     prompt = Prompt(str(number), "", [3 + number % 10, 2])
     rollouts = []
@@ -171,7 +171,7 @@ def packing(size: int) -> WORK:
 
 @cache
 def tiny_model() -> str:
-    """A directory with a model of two layers."""
+    """Make a directory with a model of two layers."""
     directory = tempfile.mkdtemp()
     lm = small_qwen2(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -189,7 +189,7 @@ def scoring_packs(size: int) -> WORK:
 
 
 def groups_per_batch(size: int) -> WORK:
-    """Generated, graded, measured, packed, credited."""
+    """Generate, grade, measure, pack and credit groups."""
     prompts = [Prompt(str(number), "", [3 + number % 10, 2]) for number in range(size)]
     sampling = Sampling(max_tokens=ANSWER)
     pipeline = RolloutPipeline(Drawing(), SingleTurn(), Rewards([sevens]), tokenizer())
@@ -212,7 +212,7 @@ def sevens(completions: list[str], **columns: Any) -> list[float]:
 
 
 def prompts_drawn(size: int) -> WORK:
-    """As many draws as there are rows."""
+    """Draw as many prompts as there are rows."""
 
     def work() -> None:
         prompts = IterablePrompts([{"prompt": f"{n}="} for n in range(size)], seed=0)
@@ -223,7 +223,7 @@ def prompts_drawn(size: int) -> WORK:
 
 
 def curriculum_drawn(size: int) -> WORK:
-    """As many draws as there are rows, of eight at a time, which are graded."""
+    """Draw as many prompts as there are rows, eight at a time, which are graded."""
 
     def work() -> None:
         rows = IterablePrompts([{"prompt": f"{n}="} for n in range(size)], seed=0)
@@ -239,7 +239,7 @@ def curriculum_drawn(size: int) -> WORK:
 
 
 def chat_rows(size: int) -> WORK:
-    """Rows that are chats, loaded and measured."""
+    """Load and measure rows that are chats."""
 
     def work() -> None:
         rows = [{"prompt": [{"role": "user", "content": f"{n}="}]} for n in range(size)]
@@ -251,7 +251,7 @@ def chat_rows(size: int) -> WORK:
 
 
 def report_iterations(size: int) -> WORK:
-    """The picture of so many iterations."""
+    """Draw the picture of so many iterations."""
     draw = random.Random(0)
     history = [
         {"iteration": float(n), "reward/mean": draw.random(), "time/iteration": draw.random()}
@@ -273,7 +273,7 @@ class Answering(Environment):
 
 
 def transformers_turns(size: int) -> WORK:
-    """Four rollouts of so many turns, side by side."""
+    """Run four rollouts of so many turns, side by side."""
     engine = TransformersEngine(dtype="float32", device="cpu", kept_tokens=2**14)
     engine.start(Path(tiny_model()))
     engine.load_weights(Policy(tiny_model()).named_weights(), 0)
@@ -289,7 +289,7 @@ def transformers_turns(size: int) -> WORK:
 
 
 def powers(first: int, last: int, by: int = 2) -> list[int]:
-    """``first``, and its multiples up to ``last``."""
+    """Return ``first``, and its multiples up to ``last``."""
     found = [first]
     while found[-1] * by <= last:
         found.append(found[-1] * by)

@@ -1,4 +1,4 @@
-"""Costs that grow with a size, measured, and the exponents by which they do."""
+"""Fit the exponents by which measured costs grow with a size."""
 
 import gc
 import math
@@ -13,7 +13,7 @@ WORK = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cost:
-    """``prepare(size)`` returns what is measured; ``memory``: its allocations too."""
+    """A cost: ``prepare(size)`` returns what is measured; with ``memory`` its allocations, too."""
 
     name: str
     sizes: Sequence[int]
@@ -22,7 +22,7 @@ class Cost:
 
 
 def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
-    """The slope of log cost against log size over the upper half of the sizes, but three at least.
+    """Fit the slope of log cost against log size over the upper half of the sizes, at least three.
 
     Raises:
         ValueError: for fewer than three sizes, or what has no logarithm.
@@ -37,7 +37,7 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
 
 
 def seconds_of(work: WORK) -> float:
-    """CPU seconds of this process."""
+    """Return CPU seconds of this process."""
     gc.collect()
     begun = time.process_time()
     work()
@@ -45,7 +45,7 @@ def seconds_of(work: WORK) -> float:
 
 
 def bytes_of(work: WORK) -> float:
-    """The most that Python had allocated for it at one time."""
+    """Return the most that Python had allocated for it at one time."""
     tracemalloc.start()
     try:
         work()
@@ -55,7 +55,7 @@ def bytes_of(work: WORK) -> float:
 
 
 def measured(cost: Cost, repeats: int) -> dict[str, Any]:
-    """Seconds and bytes by size, and their exponents."""
+    """Return seconds and bytes by size, and their exponents."""
     seconds = [math.inf] * len(cost.sizes)
     for _ in range(repeats):
         for place, size in enumerate(cost.sizes):
@@ -68,7 +68,7 @@ def measured(cost: Cost, repeats: int) -> dict[str, Any]:
 
 
 def summary(costs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Exponents by name, and the worst of them."""
+    """Return exponents by name, and the worst of them."""
     exponents = {
         f"{name}_{of}": found[of] for name, found in costs.items() for of in ("time", "memory")
         if of in found

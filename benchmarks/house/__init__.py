@@ -1,1 +1,1 @@
-"""The house in numbers, and the way its imports run: ``python -m benchmarks.house``."""
+"""Count the house, and the way its imports run: ``python -m benchmarks.house``."""

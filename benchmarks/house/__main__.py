@@ -1,4 +1,4 @@
-"""The house in numbers: how large it is, and whether imports run in one direction only.
+"""Count the house: how large it is, and whether imports run in one direction only.
 
     python -m benchmarks.house
     python -m benchmarks.house --at 4badfb1     (the same of another commit)

@@ -1,4 +1,4 @@
-"""Counts of a checkout, and the purpose of each of its rooms."""
+"""Count a checkout, and tell the purpose of each of its rooms."""
 
 import ast
 import json
@@ -24,7 +24,7 @@ from benchmarks.house.parts import lines_of, part, shared_names, sizes
 
 
 def measure(root: Path) -> dict[str, int]:
-    """The counts of a checkout."""
+    """Return the counts of a checkout."""
     library = modules_of(root, "lightning_rl", "callbacks")
     stubs = list((root / "lightning_rl").rglob("*.pyi"))
     tests = list((root / "tests").rglob("*.py"))
@@ -65,7 +65,7 @@ def captions(root: Path) -> dict[str, str]:
 
 
 def checkout(commit: str, folder: str) -> Path:
-    """The files of a commit, unpacked into a folder."""
+    """Unpack the files of a commit into a folder."""
     archive = subprocess.run(
         ["git", "-C", ROOT, "archive", commit], check=True, capture_output=True
     ).stdout
@@ -75,7 +75,7 @@ def checkout(commit: str, folder: str) -> Path:
 
 
 def ways(root: Path) -> dict[str, int]:
-    """How many files are entered on each way; prints which.
+    """Count the files that are entered on each way, and print which they are.
 
     Raises:
         RuntimeError: if the trainings that go them fail.

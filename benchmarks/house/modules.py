@@ -1,4 +1,4 @@
-"""A checkout's modules, the library's floor plan, and which modules import which."""
+"""Read a checkout's modules, the library's floor plan, and which modules import which."""
 
 import ast
 from collections import defaultdict
@@ -36,7 +36,7 @@ class Arrow:
 
 
 def modules_of(root: Path, *packages: str) -> dict[str, Path]:
-    """Dotted names of a checkout's modules; ``callbacks/`` is ``lightning_rl.callbacks``."""
+    """Return dotted names of a checkout's modules; ``callbacks/`` is ``lightning_rl.callbacks``."""
     found = {}
     for package in packages:
         for path in sorted((root / package).rglob("*.py")):
@@ -51,7 +51,7 @@ def modules_of(root: Path, *packages: str) -> dict[str, Path]:
 
 
 def arrows(modules: dict[str, Path]) -> set[Arrow]:
-    """Every import of one of the modules by another."""
+    """Return every import of one of the modules by another."""
     return {
         Arrow(name, imported)
         for name, path in modules.items()
@@ -61,7 +61,7 @@ def arrows(modules: dict[str, Path]) -> set[Arrow]:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Dotted names that a file imports; the library has absolute imports only."""
+    """Yield dotted names that a file imports; the library has absolute imports only."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,29 +70,29 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _module(name: str, modules: Iterable[str]) -> str | None:
-    """The module that a dotted name is, or is in."""
+    """Return the module that a dotted name is, or is in."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name or None
 
 
 def room(module: str) -> str:
-    """The folder of the library that a module is in, or its own name at the root."""
+    """Return the folder of the library that a module is in, or its own name at the root."""
     return module.split(".")[1] if "." in module else module
 
 
 DOORS = {"lightning_rl", "lightning_rl.__main__"}
-"""What is no room: the package itself, and its command."""
+"""The modules that are no room: the package itself, and its command."""
 
 
 def folder_of(module: str, path: Path) -> str:
-    """The folder that a module is in, however deep; at the root the module itself."""
+    """Return the folder that a module is in, however deep; at the root the module itself."""
     folder = module if path.name == "__init__.py" else module.rpartition(".")[0]
     return module if folder == "lightning_rl" else folder
 
 
 def back_up(found: Iterable[Arrow], order: tuple[str, ...] = ORDER) -> list[Arrow]:
-    """Arrows from a room to one that does not stand before it; the package itself may be named.
+    """Return arrows from a room to one that does not stand before it, but not to the package.
 
     Raises:
         ValueError: if a room is not in the order.
@@ -111,7 +111,7 @@ def back_up(found: Iterable[Arrow], order: tuple[str, ...] = ORDER) -> list[Arro
 
 
 def both_ways(found: Iterable[Arrow]) -> list[tuple[str, str]]:
-    """Pairs of folders that import each other; files at the root are none."""
+    """Return pairs of folders that import each other; files at the root are none."""
     pairs = {
         (room(a.importer), room(a.imported))
         for a in found
@@ -122,7 +122,7 @@ def both_ways(found: Iterable[Arrow]) -> list[tuple[str, str]]:
 
 
 def circles(found: Iterable[Arrow]) -> list[list[str]]:
-    """Groups of files of which each reaches each other by imports (Tarjan's components)."""
+    """Return groups of files that reach each other by imports (Tarjan's components)."""
     targets: dict[str, list[str]] = defaultdict(list)
     for arrow in found:
         targets[arrow.importer].append(arrow.imported)

@@ -1,4 +1,4 @@
-"""The parts of the house with their sizes, and the names that several classes share."""
+"""Measure the parts of the house, and find the names that several classes share."""
 
 import ast
 from collections import defaultdict
@@ -38,7 +38,7 @@ on a shelf of the spine.
 
 
 def part(module: str) -> str:
-    """The part that a module is in."""
+    """Return the part that a module is in."""
     inside = module.partition(".")[2]
     fitting = [
         (len(name), part)
@@ -50,7 +50,7 @@ def part(module: str) -> str:
 
 
 def sizes(library: Mapping[str, Path]) -> dict[str, int]:
-    """Files and lines of each part; ``core_lines``: of all but the optional one."""
+    """Count files and lines of each part; ``core_lines`` are those of all but the optional one."""
     found: dict[str, int] = {"core_lines": 0}
     for name in ("spine", *PARTS):
         paths = [path for module, path in library.items() if part(module) == name]
@@ -60,12 +60,12 @@ def sizes(library: Mapping[str, Path]) -> dict[str, int]:
 
 
 def lines_of(paths: Iterable[Path]) -> int:
-    """All lines: code, comments, docstrings and blank ones."""
+    """Count all lines: code, comments, docstrings and blank ones."""
     return sum(len(path.read_text("utf-8").splitlines()) for path in paths)
 
 
 def shared_names(library: Mapping[str, Path], root: Path) -> dict[str, list[str]]:
-    """Public names that classes of several modules have, and where they are defined."""
+    """Return public names that classes of several modules have, and where they are defined."""
     places: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for module, path in library.items():
         for node in _public_classes(ast.parse(path.read_text("utf-8"))):

@@ -1,4 +1,4 @@
-"""The floor plan of a house as an SVG picture: a floor per row, the ground floor at the bottom."""
+"""Draw a house's floor plan as an SVG picture: a floor per row, the ground floor at the bottom."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -9,7 +9,7 @@ COLORS = ("#e8eef7", "#e3f1ea", "#fdf1dc", "#fbe3d6", "#f3e2f1", "#e4e7ee", "#dd
 
 
 def draw(floors: Mapping[str, Sequence[str]], captions: Mapping[str, str]) -> str:
-    """``floors`` from the ground up, each with its rooms; ``captions``: a sentence per room."""
+    """Draw ``floors`` from the ground up, each with its rooms; ``captions`` has a sentence each."""
     widest = max(map(len, floors.values()))
     width = widest * (WIDTH + GAP) + GAP
     height = len(floors) * (HEIGHT + LABEL + GAP) + GAP

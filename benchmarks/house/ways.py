@@ -1,10 +1,10 @@
-"""Which files of the library are entered on five ways through it.
+"""Count the library's files that are entered on five ways through it.
 
     python benchmarks/house/ways.py     (in the folder of the checkout that is to be looked at)
 
 Runs three tiny trainings with the transformers engine: on prompts, on an environment, and on what a
 client asks by HTTP. A file is on a way if a function of it is called in any thread between the
-way's two ends, each time that it is gone. That it is imported does not count, nor that it waits on
+way's two ends, each time that it is gone. Neither its import counts, nor that it waits on
 the stack, or is gone on with after it has waited.
 
     prompt_to_token     from the epoch's start to the engine's first completion
@@ -42,11 +42,11 @@ import lightning_rl
 
 LIBRARY = Path(lightning_rl.__file__).parent
 PLACES = ("", ".serving", ".envs", ".games", ".extend", ".callbacks")
-"""Where public names may be."""
+"""The places of public names."""
 
 
 def named(name: str) -> Any:
-    """What the library calls by this name, wherever it is public."""
+    """Return the library's object of this name, wherever it is public."""
     for place in PLACES:
         try:
             return getattr(import_module(f"lightning_rl{place}"), name)
@@ -61,7 +61,7 @@ class Way:
     watched: "ClassVar[Way | None]" = None
 
     def __init__(self, threads: bool = True) -> None:
-        """``threads``: all of them; False: the main one, which others do not help here."""
+        """Follow all ``threads``; False: the main one, which others do not help here."""
         self.threads = threads
         self.called: dict[str, None] = {}
         self.passes: list[list[str]] = []
@@ -79,7 +79,7 @@ class Way:
             self.passes.append(_in_library(self.called))
 
     def files(self) -> list[str]:
-        """Those that were entered each time: once in a while one thread has to wait for another.
+        """Return the files entered on every pass: now and then one thread has to wait for another.
 
         Raises:
             RuntimeError: if it was not gone several times.
@@ -90,7 +90,7 @@ class Way:
 
 
 def note(frame: FrameType, event: str, argument: Any) -> None:
-    """The file of every function that is called."""
+    """Note the file of every function that is called."""
     way = Way.watched
     if way is None or event != "call" or not _is_called(frame):
         return
@@ -99,14 +99,14 @@ def note(frame: FrameType, event: str, argument: Any) -> None:
 
 
 def _is_called(frame: FrameType) -> bool:
-    """Whether a function begins; not a module or class body, nor a coroutine that goes on."""
+    """Tell whether a function begins: no module or class body, nor a coroutine that goes on."""
     code, place = frame.f_code, frame.f_lasti
     at_start = code.co_code[place] == opmap["RESUME"] and code.co_code[place + 1] & 3 == 0
     return at_start and bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
 def _in_library(names: Iterable[str]) -> list[str]:
-    """The library's files among them, each once, in order; callbacks/ is a part of it."""
+    """Return the library's files among them, each once, in order; callbacks/ is a part of it."""
     places = (Path(name).resolve() for name in names)
     root = LIBRARY.resolve().parent
     found = (p.relative_to(root) for p in places if p.is_relative_to(root))
@@ -183,7 +183,7 @@ class TinyEnv(gymnasium.Env[Any, Any]):
 
 
 async def ask(client: Any, prompt: Any) -> float:
-    """An agent whose model is asked by HTTP, as any program would."""
+    """Ask a model by HTTP, as any agent would."""
     host, _, port = client.base_url.removeprefix("http://").partition("/")[0].partition(":")
     body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": prompt.prompt}]})
     await EVERYONE.wait()  # what else the others do is not on the way
@@ -204,7 +204,7 @@ async def ask(client: Any, prompt: Any) -> float:
 
 
 def make_model(folder: Path) -> str:
-    """A tiny Llama with a tokenizer of words, as a directory."""
+    """Make a tiny Llama with a tokenizer of words, as a directory."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -232,7 +232,7 @@ def make_model(folder: Path) -> str:
 
 
 def fit(folder: Path, module: LightningModule, data: Any, *callbacks: Any) -> None:
-    """An iteration in each epoch."""
+    """Fit one iteration in each epoch."""
     Trainer(
         max_epochs=PASSES,
         accelerator="cpu",
@@ -246,7 +246,7 @@ def fit(folder: Path, module: LightningModule, data: Any, *callbacks: Any) -> No
 
 
 def prompts_data(folder: Path, **options: Any) -> Any:
-    """A data module of four prompts."""
+    """Make a data module of four prompts."""
     prompts = folder / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": word}) for word in "abcd"))
     return named("RLDataModule")(

@@ -1,1 +1,1 @@
-"""Runs that are killed, and go on as if they were not: ``python -m benchmarks.kill``."""
+"""Kill runs that go on as if they were not killed: ``python -m benchmarks.kill``."""

@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, out: Path) -> int:
 
     if run_command(config("whole"), out / "whole") != 0:
         raise SystemExit(f"the uninterrupted run failed: see {out}/whole/output.txt")
-    # So that a random moment is one of training, and a moment of collecting is within it.
+    # A random moment is then one of training, and a moment of collecting is within it.
     rows = (run_directory(out / "whole") / "metrics.jsonl").read_text().splitlines()
     summary = json.loads((run_directory(out / "whole") / "summary.json").read_text())
     seconds = {"any": summary["wall_s"], "collect": summary["wall_s"] / len(rows) / 4}

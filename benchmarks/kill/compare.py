@@ -1,4 +1,4 @@
-"""What differs between a killed run and one that was not."""
+"""Compare a killed run with one that was not killed."""
 
 import json
 from collections import Counter
@@ -13,7 +13,7 @@ TIMES = ("time/", "cpu_s", "sync/seconds", "rollout/tokens_per_s")
 
 
 def run_directory(out: Path) -> Path:
-    """A resumed run goes on in the same one, unless it was killed before its first checkpoint."""
+    """Return the run's directory: a resumed run keeps it, if it had a checkpoint when killed."""
     saved = [d for d in (out / "run").iterdir() if list((d / "checkpoints").glob("*.ckpt"))]
     (directory,) = saved
     return directory
@@ -34,7 +34,7 @@ def final_state(directory: Path, iterations: int = ITERATIONS) -> dict[str, Any]
 
 
 def differences(ours: Any, theirs: Any, where: str) -> list[str]:
-    """Paths at which two nested values differ; tensors by torch.equal, to which NaN is NaN here."""
+    """Return paths at which two nested values differ; torch.equal decides, but NaN equals NaN."""
     if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
         alike = ours.shape == theirs.shape and ours.dtype == theirs.dtype
         if alike and ours.is_floating_point():
@@ -51,7 +51,7 @@ def differences(ours: Any, theirs: Any, where: str) -> list[str]:
 
 
 def compare(out: Path, whole: Path, iterations: int = ITERATIONS) -> list[str]:
-    """What differs between a killed run and the uninterrupted one."""
+    """List the differences between a killed run and the uninterrupted one."""
     ours, theirs = run_directory(out), run_directory(whole)
     ended, expected = final_state(ours, iterations), final_state(theirs, iterations)
     found = differences(ended, expected, "state")
@@ -63,7 +63,7 @@ def compare(out: Path, whole: Path, iterations: int = ITERATIONS) -> list[str]:
 
 
 def check_async(out: Path, max_staleness: int = 1) -> list[str]:
-    """What is wrong with an asynchronous run: prompts lost or trained on twice, stale tokens."""
+    """List the faults of an asynchronous run: prompts lost or trained on twice, stale tokens."""
     directory = run_directory(out)
     groups = {}
     for line in lines_of(directory / "rollouts.jsonl"):

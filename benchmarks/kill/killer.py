@@ -1,4 +1,4 @@
-"""Points at which a run is killed, and the callback that kills it there."""
+"""Define points at which a run is killed, and the callback that kills it there."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def kill() -> None:
 
 
 def kill_while_saving(directory: Path) -> None:
-    """As soon as a part of a checkpoint is on disk."""
+    """Kill the process as soon as a part of a checkpoint is on disk."""
     while not any(p.stat().st_size > 0 for p in directory.glob("*.ckpt.partial") if p.exists()):
         time.sleep(1e-4)
     kill()
@@ -98,7 +98,7 @@ def kill_while_saving(directory: Path) -> None:
 
 @dataclass
 class Point:
-    """Where one run is killed."""
+    """The point at which one run is killed."""
 
     stage: str
     iteration: int
@@ -106,7 +106,7 @@ class Point:
 
 
 def draw_points(count: int, seed: int, stages: Sequence[str] = STAGES) -> list[Point]:
-    """All stages in turn; iteration and moment at random."""
+    """Draw points: all stages in turn, with iteration and moment at random."""
     rng = random.Random(seed)
     points = []
     for number in range(count):
@@ -118,7 +118,7 @@ def draw_points(count: int, seed: int, stages: Sequence[str] = STAGES) -> list[P
 
 
 def armed(config: dict[str, Any], point: Point, seconds: float = 0.0) -> dict[str, Any]:
-    """The run that kills itself at a point."""
+    """Return the run that kills itself at a point."""
     arguments = {"stage": point.stage, "iteration": point.iteration, "after": point.after,
                  "seconds": seconds}  # fmt: skip
     killer = {"class_path": "benchmarks.kill.killer.KillSelf", "init_args": arguments}

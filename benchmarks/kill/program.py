@@ -1,4 +1,4 @@
-"""The agent of ``benchmarks.kill --program``: asks twice, and may be killed in between, once.
+"""Ask twice as the agent of ``benchmarks.kill --program``, which may be killed in between, once.
 
 With KILL_DIR set, a third of the programs end by a SIGKILL of their own after their first call, and
 leave a file there, so that they live when they are run again. Nothing but the standard library is
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def complete(prompt: str) -> str:
-    """The model's text after this one."""
+    """Complete this text with the model."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/completions",
         json.dumps({"model": "policy", "prompt": prompt, "max_tokens": 8}).encode(),
@@ -28,7 +28,7 @@ def complete(prompt: str) -> str:
 
 
 def die_once(seed: int) -> None:
-    """As somebody's ``kill -9`` would have it."""
+    """Die once, as somebody's ``kill -9`` would have it."""
     place = os.environ.get("KILL_DIR")
     if place is None or seed % 3 or (mark := Path(place, str(seed))).exists():
         return

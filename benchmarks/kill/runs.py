@@ -1,4 +1,4 @@
-"""The run that is killed, of texts, programs or pictures, and its rewards."""
+"""Configure the run that is killed, of texts, programs or pictures, and its rewards."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def configuration(
     program: bool = False,
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """The run, as a YAML file would say it."""
+    """Return the run, as a YAML file would say it."""
     model = {
         "model": str(data / "model"),
         "advantage": {"class_path": "GAE"},
@@ -99,7 +99,7 @@ LEARNERS = {
 
 
 def prepare_rows(folder: Path) -> None:
-    """Rows from which each supervised learner can learn: three steps an epoch."""
+    """Write rows from which each supervised learner can learn: three steps an epoch."""
     for name, numbers in (("rows", range(20)), ("heldout_rows", range(20, 26))):
         rows = (
             {"prompt": f"{n}=", "completion": "7" * (1 + n % 4), "chosen": "7" * (1 + n % 3),
@@ -110,7 +110,7 @@ def prepare_rows(folder: Path) -> None:
 
 
 def supervised_configuration(data: Path, out: Path, learner: str) -> dict[str, Any]:
-    """A supervised run of two epochs, in steps of two batches, with a validation after each."""
+    """Return a supervised run: two epochs, steps of two batches, a validation after each epoch."""
     module, data_module = LEARNERS[learner]
     rows = {
         key: {"class_path": "JSONLPrompts", "init_args": {"path": str(data / f"{name}.jsonl")}}
@@ -139,12 +139,12 @@ def supervised_configuration(data: Path, out: Path, learner: str) -> dict[str, A
 
 
 def distinct_digits(completions: list[str | list[Message]], **columns: Any) -> list[float]:
-    """A reward that an untrained model earns too, so that advantages are not all zero."""
+    """Reward digits as an untrained model can earn it, so that advantages are not all zero."""
     return [len(set(as_text(completion))) / 10 for completion in completions]
 
 
 def with_killed_programs(config: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The same run, whose programs are killed too."""
+    """Return the same run, whose programs are killed too."""
     changed: dict[str, Any] = json.loads(json.dumps(config))
     agent = changed["data"]["init_args"]["agent"]["init_args"]
     (out / "programs").mkdir(parents=True)
@@ -153,7 +153,7 @@ def with_killed_programs(config: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def prepare_pictures(folder: Path) -> None:
-    """A tiny model that sees, and questions about pictures of three sizes."""
+    """Make a tiny model that sees, and questions about pictures of three sizes."""
     save_vision_model(folder / "model", "qwen3_vl")
     for name, seeds in (("train", range(16)), ("heldout", range(16, 20))):
         lines = []
@@ -165,7 +165,7 @@ def prepare_pictures(folder: Path) -> None:
 
 
 def with_pictures(config: dict[str, Any]) -> dict[str, Any]:
-    """The same run, on them; all that sees is trained."""
+    """Return the same run with pictures; all that sees is trained."""
     changed: dict[str, Any] = json.loads(json.dumps(config))
     vision = {"train_tower": True, "train_projector": True, "tower_lr": 1e-4}
     changed["model"]["init_args"]["vision"] = vision
@@ -176,14 +176,14 @@ def with_pictures(config: dict[str, Any]) -> dict[str, Any]:
 def even_and_bright(
     completion_ids: list[list[int]], pictures: list[Sequence[Image]]
 ) -> list[float]:
-    """A reward that an untrained model earns, and that depends on what it saw."""
+    """Reward what an untrained model can earn and that depends on what it saw."""
     light = [images[0].convert("L").getpixel((9, 9)) / 255 for images in pictures]  # type: ignore[operator]
     even = [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
     return [share * bright for share, bright in zip(even, light, strict=True)]
 
 
 def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
-    """``lightning-rl fit --ckpt_path last`` in a process of its own; its exit status."""
+    """Run ``lightning-rl fit --ckpt_path last`` in a process of its own; return its exit status."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.yaml").write_text(json.dumps(config))  # JSON is YAML
     arguments = ["fit", "--config", out / "config.yaml", "--ckpt_path", "last", *options]
@@ -192,7 +192,7 @@ def run_command(config: dict[str, Any], out: Path, *options: str) -> int:
 
 @contextmanager
 def folder_of(keep: Path | None, prefix: str) -> Iterator[Path]:
-    """Where the runs are: a folder that stays, or, if none is given, one that is deleted."""
+    """Yield a folder for the runs: ``keep``, or, if none is given, one that is deleted."""
     out = (keep or Path(tempfile.mkdtemp(prefix=prefix))).resolve()
     try:
         yield out

@@ -1,1 +1,1 @@
-"""Whether digests find stale and torn pushes: ``python -m benchmarks.ledger``."""
+"""Test whether digests find stale and torn pushes: ``python -m benchmarks.ledger``."""

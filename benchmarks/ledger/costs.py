@@ -1,4 +1,4 @@
-"""The share of a push that its digests take."""
+"""Measure the share of a push that its digests take."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from lightning_rl.engines.base import Engine
 
 
 def cost(make: Callable[[], Engine], millions: float, rounds: int) -> dict[str, float]:
-    """Seconds of a push and of its digests, and what share these have."""
+    """Return seconds of a push and of its digests, and what share these have."""
     config = make_config(millions)
     with prepared(config) as (policy, skeleton), closing(make()) as engine, noted() as notes:
         engine.start(skeleton)
@@ -35,7 +35,7 @@ def cost(make: Callable[[], Engine], millions: float, rounds: int) -> dict[str, 
 
 @contextmanager
 def noted() -> Iterator[list[float]]:
-    """Seconds that vLLM in this process takes to note what it converts."""
+    """Yield seconds that vLLM in this process takes to note what it converts."""
     from lightning_rl.engines.vllm import held as vllm_held
 
     seconds: list[float] = []

@@ -1,4 +1,4 @@
-"""Ways in which a push may arrive stale or torn, for :mod:`benchmarks.ledger` and the tests.
+"""Make pushes arrive stale or torn, for :mod:`benchmarks.ledger` and the tests.
 
 A fault changes what is on its way from the trainer to the engine, after its digests were noted and
 before the engine loads it. Everything else is the real thing.
@@ -21,7 +21,7 @@ Fault = Callable[["Torn", Tensors], None]
 
 @dataclass
 class Torn:
-    """What a fault has to work with.
+    """The weights that a fault has to work with.
 
     Args:
         old: what the push before brought.
@@ -34,7 +34,7 @@ class Torn:
     draw: random.Random
 
     def some(self, arriving: Tensors, suits: Callable[[str], bool] = lambda name: True) -> str:
-        """The name of a weight that has changed since, as the engine holds it."""
+        """Return the name of a weight that has changed since, as the engine holds it."""
         names = [
             name
             for name, weight in arriving.items()
@@ -43,11 +43,11 @@ class Torn:
         return self.draw.choice(names)
 
     def matrix(self, arriving: Tensors) -> str:
-        """Of one with rows and columns."""
+        """Return the name of a changed weight that has rows and columns."""
         return self.some(arriving, lambda name: arriving[name].dim() == 2)
 
     def cast(self, weight: Tensor) -> Tensor:
-        """As the engine is to hold it."""
+        """Cast a weight as the engine is to hold it."""
         return weight.to(self.dtype)
 
 
@@ -65,7 +65,7 @@ def one_row_stale(torn: Torn, new: Tensors) -> None:
 
 
 def one_number_off(torn: Torn, new: Tensors) -> None:
-    """By the least that the engine's dtype can tell."""
+    """Move one number by the least that the engine's dtype can tell."""
     name = torn.some(new)
     held = torn.cast(new[name]).clone()
     bits = held.view(-1).view(torch.int16 if held.element_size() == 2 else torch.int32)
@@ -78,7 +78,7 @@ def all_stale(torn: Torn, new: Tensors) -> None:
 
 
 def torn_bucket(torn: Torn, new: Tensors) -> None:
-    """From some place on nothing has come."""
+    """Lose the end of a bucket from some place on."""
     names = list(new)
     last = names.index(torn.some(new))
     for name in names[torn.draw.randint(0, last) :]:
@@ -86,7 +86,7 @@ def torn_bucket(torn: Torn, new: Tensors) -> None:
 
 
 def torn_tensor(torn: Torn, new: Tensors) -> None:
-    """The end of one is missing, and what was there before shows."""
+    """Lose the end of a tensor, where what was there before shows."""
     name = torn.some(new)
     flat, old = new[name].flatten().clone(), torn.old[name].flatten()
     changed = (torn.cast(flat) != torn.cast(old)).nonzero().flatten().tolist()
@@ -96,7 +96,7 @@ def torn_tensor(torn: Torn, new: Tensors) -> None:
 
 
 def cut_short(torn: Torn, new: Tensors) -> None:
-    """The end of one is zeros."""
+    """Replace the end of a tensor by zeros."""
     name = torn.some(new)
     flat = new[name].flatten().clone()
     flat[torn.draw.randrange(len(flat)) :] = 0
@@ -109,7 +109,7 @@ def never_came(torn: Torn, new: Tensors) -> None:
 
 
 def swapped_tensors(torn: Torn, new: Tensors) -> None:
-    """Keys for values, or another two of one shape."""
+    """Swap keys for values, or another two tensors of one shape."""
     name = torn.matrix(new)
     same = [
         n for n, w in new.items() if w.shape == new[name].shape and not torch.equal(w, new[name])
@@ -139,7 +139,7 @@ def transposed_square(torn: Torn, new: Tensors) -> None:
 
 
 def key_and_value_swapped(torn: Torn, new: Tensors) -> None:
-    """Slices of what engines fuse."""
+    """Swap slices of what engines fuse."""
     name = torn.some(new, lambda n: n.endswith("k_proj.weight"))
     value = name.replace("k_proj", "v_proj")
     new[name], new[value] = new[value], new[name]
@@ -158,14 +158,14 @@ def layers_swapped(torn: Torn, new: Tensors) -> None:
 
 
 def signs_of_every_second(torn: Torn, new: Tensors) -> None:
-    """As of a rotary embedding that is laid out otherwise."""
+    """Flip the signs of every second row, as a rotary embedding in another layout would."""
     name = torn.matrix(new)
     new[name] = new[name].clone()
     new[name][:, 1::2] *= -1
 
 
 def cast_wrongly(torn: Torn, new: Tensors) -> None:
-    """By way of 16 bits that the engine has not, or cut off where it rounds."""
+    """Cast by way of 16 bits that the engine has not, or cut off where it rounds."""
     name = torn.matrix(new)
     if torn.dtype == torch.float32:
         new[name] = new[name].bfloat16().float()
@@ -174,7 +174,7 @@ def cast_wrongly(torn: Torn, new: Tensors) -> None:
 
 
 def stale_head(torn: Torn, new: Tensors) -> None:
-    """The output head stays what it was, as one that is tied and packed apart may."""
+    """Keep the output head as it was, as one that is tied and packed apart may."""
     new["lm_head.weight"] = torn.old["lm_head.weight"]
 
 

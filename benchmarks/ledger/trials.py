@@ -1,4 +1,4 @@
-"""Pushes that arrive stale or torn, and whether each is caught."""
+"""Try pushes that arrive stale or torn, and tell whether each is caught."""
 
 import random
 import tempfile
@@ -51,7 +51,7 @@ class Pushes:
         self.old: dict[str, Tensor] = {}
 
     def move(self) -> None:
-        """Another version of the weights."""
+        """Move to another version of the weights."""
         self.old = {name: weight.clone() for name, weight in self.policy.named_weights()}
         with torch.no_grad():
             for parameter in self.policy.parameters():
@@ -61,7 +61,7 @@ class Pushes:
         self.version += 1
 
     def good(self) -> None:
-        """A push without a fault; counts false alarms."""
+        """Push without a fault; count false alarms."""
         self.move()
         self.clean += 1
         try:
@@ -75,7 +75,7 @@ class Pushes:
         push(self.transport, self.engine, self.policy, self.version, self.sent)
 
     def caught(self, name: str) -> bool:
-        """Whether a push with this fault is."""
+        """Tell whether a push with this fault is caught."""
         self.move()
         torn = Torn(self.old, getattr(torch, self.engine.dtype), self.draw)
         self.transport.tear = lambda arriving: FAULTS[name](torn, arriving)
@@ -85,14 +85,14 @@ class Pushes:
             self.transport.tear = None
 
     def old_after_sleep(self) -> bool:
-        """The engine wakes with what it had before the last push."""
+        """Wake the engine with what it had before the last push."""
         self.good()
         self.engine.load_weights(iter(self.old.items()), self.version)
         return raises(lambda: compare(self.transport, self.engine, self.sent))
 
 
 def raises(act: Callable[[], Any]) -> bool:
-    """Whether it raises that the weights are wrong."""
+    """Tell whether a call raises that the weights are wrong."""
     try:
         act()
     except WrongWeightsError:
@@ -101,7 +101,7 @@ def raises(act: Callable[[], Any]) -> bool:
 
 
 def one_replica_stale(pushes: Pushes) -> bool:
-    """Of several, one drops what it is told to load, and says that it has the version."""
+    """Drop on one of several replicas what it is told to load, while it claims the version."""
     pushes.good()
     pushes.move()
     engine: Any = pushes.engine
@@ -120,7 +120,7 @@ def one_replica_stale(pushes: Pushes) -> bool:
 
 
 def stale_adapters(pushes: Pushes) -> bool:
-    """A LoRA alone arrives as it was before."""
+    """Deliver a LoRA alone as it was before."""
     before = {n: w.detach().clone() for n, w in pushes.policy.named_adapter_weights()}
     pushes.move()
     name = pushes.draw.choice(list(before))
@@ -133,7 +133,7 @@ def stale_adapters(pushes: Pushes) -> bool:
 
 @contextmanager
 def prepared(config: Any, lora: LoRA | None = None) -> Iterator[tuple[Policy, Path]]:
-    """A policy of a random model, and what an engine needs to start."""
+    """Yield a policy of a random model, and what an engine needs to start."""
     with tempfile.TemporaryDirectory() as folder:
         model, skeleton = Path(folder, "model"), Path(folder, "skeleton")
         AutoModelForCausalLM.from_config(config).save_pretrained(model)
@@ -148,7 +148,7 @@ def prepared(config: Any, lora: LoRA | None = None) -> Iterator[tuple[Policy, Pa
 
 
 def run_faults(pushes: Pushes, trials: int, goods: int) -> dict[str, Any]:
-    """Of each kind, how many of the trials were caught; and alarms of pushes that were good."""
+    """Count for each fault how many trials caught it, and the false alarms of good pushes."""
     quick = isinstance(pushes.engine, TransformersEngine)
     servers = isinstance(pushes.engine, VLLMServer)
     kinds: dict[str, Callable[[], bool]] = {
@@ -173,7 +173,7 @@ def run_faults(pushes: Pushes, trials: int, goods: int) -> dict[str, Any]:
 
 
 def run_adapters(make: Callable[[], Engine], trials: int) -> dict[str, Any]:
-    """The same for adapters that go alone."""
+    """Do the same for adapters that go alone."""
     with prepared(SMALL, LoRA(rank=4, alpha=8.0)) as (policy, skeleton), closing(make()) as engine:
         engine.start(skeleton)
         pushes, caught = Pushes(policy, engine, adapters_only=True), 0

@@ -1,1 +1,1 @@
-"""Where learners in four known games end: ``python -m benchmarks.matrix_games``."""
+"""Show where learners in four known games end: ``python -m benchmarks.matrix_games``."""

@@ -1,4 +1,4 @@
-"""Four games with known losses, their updates, and where these end."""
+"""Define four games with known losses, their updates, and where these end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,25 +19,25 @@ DISCOUNT = 0.96
 
 
 def pennies(first: Tensor, second: Tensor) -> list[Tensor]:
-    """Losses, with logits (1,) of heads: the first wins 1 if both show the same."""
+    """Return losses, with logits (1,) of heads: the first wins 1 if both show the same."""
     same = ((2 * first.sigmoid() - 1) * (2 * second.sigmoid() - 1)).sum()
     return [-same, same]
 
 
 def duopoly(first: Tensor, second: Tensor) -> list[Tensor]:
-    """Losses, with quantities (1,): minus what they fetch."""
+    """Return losses, with quantities (1,): minus what they fetch."""
     price = 1 - first - second
     return [-(price * first).sum(), -(price * second).sum()]
 
 
 def tandem(first: Tensor, second: Tensor) -> list[Tensor]:
-    """Losses of two numbers (1,): the sum should be 0, and one's own large."""
+    """Return losses of two numbers (1,): the sum should be 0, and one's own large."""
     shared = (first + second).sum() ** 2
     return [shared - 2 * first.sum(), shared - 2 * second.sum()]
 
 
 def dilemma(first: Tensor, second: Tensor) -> list[Tensor]:
-    """Minus discounted payoffs; logits (5,) to cooperate are for the begin, CC, CD, DC and DD."""
+    """Return minus discounted payoffs; logits (5,) to cooperate at the begin, CC, CD, DC and DD."""
     p, q = first.sigmoid(), second.sigmoid()[[0, 1, 3, 2, 4]]  # CD of one is DC of the other
     pairs = torch.stack([p * q, p * (1 - q), (1 - p) * q, (1 - p) * (1 - q)], 1)
     ahead = torch.eye(4, dtype=p.dtype) - DISCOUNT * pairs[1:]
@@ -47,22 +47,22 @@ def dilemma(first: Tensor, second: Tensor) -> list[Tensor]:
 
 
 def coin_distance(first: Tensor, second: Tensor) -> float:
-    """Of both probabilities from 1/2, the larger."""
+    """Return the larger distance of both probabilities from 1/2."""
     return float((torch.cat([first, second]).sigmoid() - 0.5).abs().max())
 
 
 def line_distance(first: Tensor, second: Tensor) -> float:
-    """From x + y = 1."""
+    """Return the distance from x + y = 1."""
     return float((first + second - 1).abs())
 
 
 def lead_distance(first: Tensor, second: Tensor) -> float:
-    """From the leader's best quantity and the answer to it."""
+    """Return the distance from the leader's best quantity and the answer to it."""
     return float(torch.cat([first - 1 / 2, second - 1 / 4]).norm())
 
 
 def mean_loss(first: Tensor, second: Tensor) -> float:
-    """Of both players in the dilemma, per step."""
+    """Return the mean loss of both players in the dilemma, per step."""
     return float(torch.stack(dilemma(first, second)).mean()) * (1 - DISCOUNT)
 
 
@@ -89,7 +89,7 @@ class Setting:
     shown: Callable[[Tensor, Tensor], float]
 
     def curve(self, update: GameUpdate, start: int, steps: int) -> list[float]:
-        """What is looked at before each step and after the last one."""
+        """Measure the figure of the setting before each step and after the last one."""
         drawn = torch.Generator().manual_seed(start)
         points = self.spread * torch.randn(2, self.size, generator=drawn, dtype=torch.double)
         order = [[0], [1]] if update.needs_order else None
@@ -113,7 +113,7 @@ Curves = dict[str, dict[str, list[list[float]]]]
 
 
 def measured(scale: float) -> Curves:
-    """Of each game and update, a curve for each starting point."""
+    """Return a curve for each game, update and starting point."""
     return {
         name: {
             called: [
@@ -126,7 +126,7 @@ def measured(scale: float) -> Curves:
 
 
 def at_end(curves: Sequence[Sequence[float]]) -> float:
-    """Mean over starting points of the last tenth's mean."""
+    """Average the last tenth's mean over starting points."""
     tails = [curve[-max(len(curve) // 10, 1) :] for curve in curves]
     return sum(sum(tail) / len(tail) for tail in tails) / len(tails)
 
@@ -138,7 +138,7 @@ def summary(curves: Curves) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Markdown: a line for each update."""
+    """Return Markdown with a line for each update."""
     rows = [
         f"| `{name}` | " + " | ".join(f"{result[game][name]:.3f}" for game in SETTINGS) + " |"
         for name in UPDATES

@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.matrix_games`."""
+"""Draw the figure of `benchmarks.matrix_games`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ PANELS = {
 
 
 def draw(curves: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], path: str) -> None:
-    """A panel for each game: each starting point thin, their mean thick."""
+    """Draw a panel for each game: each starting point thin, their mean thick."""
     figure = Figure(figsize=(11, 7), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     FigureCanvasAgg(figure)
     for axes, (name, (title, shown)) in zip(

@@ -1,1 +1,1 @@
-"""Packs that several processes compute together: ``python -m benchmarks.parallel``."""
+"""Compute packs by several processes together: ``python -m benchmarks.parallel``."""

@@ -5,8 +5,8 @@
 ``ShardedStrategy(sequence=n)``, ``tensor=2`` and both, for tiny random models of two kinds, and for
 three that have fewer heads than that takes: with ``one_head`` two ranks, and with ``two_heads`` two
 pairs of ranks, share queries, and so do those that have the ``one_left`` after matrices are shared.
-And ``expert=n``, ``expert=2`` and ``sequence=n`` with it for two kinds of mixtures. All over gloo,
-in float64 and once in float32. Of each feature: the largest difference of scores (logprobs,
+Two kinds of mixtures have ``expert=n``, ``expert=2`` and ``sequence=n`` with it. All run over gloo,
+in float64 and once in float32. Each feature has the largest difference of scores (logprobs,
 entropies, values) and of gradients, relative to the largest of them or to 1, between packs that one
 process computes and those that several compute together. Each rank has packs of its own, with
 shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
@@ -14,7 +14,7 @@ train on, in ``brief`` there are fewer tokens than ranks, and in ``idle`` tokens
 one rank only. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
 ``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
 Ulysses, of gathered keys, of Megatron-LM and of GShard, the last at an even load.
-And of a whole update: the most that a rank has allocated at a time, against the plan.
+A whole update is measured by the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;
 ``equal``, how many of them are within 1e-12, and in float32 at most three times as far from

@@ -1,4 +1,4 @@
-"""What benchmarks/parallel/ranks.py measures: bytes that a rank keeps, sends and has at a time."""
+"""Measure for benchmarks/parallel/ranks.py the bytes that a rank keeps, sends and has at a time."""
 
 import tempfile
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ from tests.support.followed import kept_for_backward
 
 @contextmanager
 def counted_bytes() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others within layers and the head, message by message.
+    """Count the bytes that this rank sends to others within layers and the head, by message.
 
     Of n ranks, a share of an all-to-all is one's own; an all-gather takes a rank's own to all
     others; and an all-reduce takes each number to another rank and back, but for a rank's own n-th.
@@ -81,12 +81,12 @@ Those of most packs make unequal shares; but of a mixture all experts are to get
 
 
 def length_for(policy: Policy) -> int:
-    """Tokens of the rollout that is computed by a policy."""
+    """Return the tokens of the rollout that a policy computes."""
     return LONG_AND_EVEN if experts_of(policy) else LONG
 
 
 def kept(model: str, layout: str) -> dict[str, float]:
-    """Of a rollout of rank 0, computed by it alone and by all together: what a rank has of it.
+    """Measure what rank 0 keeps of a rollout that it computes alone, and together with all others.
 
     ``together`` are bytes that autograd keeps on a rank, and ``planned`` what ``check`` says of
     them; ``sent`` bytes that a rank sends in both passes, and ``formula`` what they should be.
@@ -108,7 +108,7 @@ def kept(model: str, layout: str) -> dict[str, float]:
 
 
 def kept_recomputed(model: str, layout: str) -> dict[str, float]:
-    """As :func:`kept`, of layers that are recomputed; with the ``share`` of what one rank keeps."""
+    """Measure as :func:`kept` does, with recomputed layers; ``share`` is a rank's part."""
     shares = LAYOUTS[layout](dist.get_world_size()).sequence
     policy = Policy(model, loading=Loading(gradient_checkpointing=True))
     alone, together, _ = kept_alone_and_together(policy, layout)
@@ -121,7 +121,7 @@ def rollout_of(count: int) -> TensorDict:
 
 
 def kept_alone_and_together(policy: Policy, layout: str) -> tuple[float, float, TensorDict]:
-    """What a rank has between both passes, alone and with others; and the pack of rank 0."""
+    """Return the bytes kept between both passes, alone and with others, and rank 0's pack."""
     _, parts, experts = LAYOUTS[layout](dist.get_world_size())
     pack = rollout_of(length_for(policy))
     if experts_of(policy):
@@ -144,7 +144,7 @@ def route_evenly(policy: Policy, pack: TensorDict) -> None:
 
 
 def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
-    """Numbers that a rank sends for ``count`` tokens, of which it has one share."""
+    """Count what a rank sends for ``count`` tokens, of which it has one share."""
     config = policy.lm.config
     heads, keys = head_counts(config, parts)
     together = head_ranks(shares, heads, keys)
@@ -159,10 +159,10 @@ def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
 
 
 def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> int:
-    """Numbers that a rank sends for its share of ``count`` tokens, of which it has one part."""
+    """Count what a rank sends for its share of ``count`` tokens, of which it has one part."""
     config = policy.lm.config
     tokens = -(-count // shares)
-    # Per layer and token: outputs of attention and MLP, and their inputs' gradients.
+    # Each layer and token has outputs of attention and MLP, and their inputs' gradients.
     layers = 4 * config.num_hidden_layers * config.hidden_size * tokens
     # Embeddings, and gradients of the last states.
     ends = 2 * config.hidden_size * tokens
@@ -174,7 +174,7 @@ def sent_for_matrices(policy: Policy, count: int, shares: int, parts: int) -> in
 
 
 def sent_for_experts(policy: Policy, count: int, shares: int, ranks: int) -> int:
-    """Bytes that a rank sends for its share of ``count`` tokens, and for others' that come to it.
+    """Count bytes that a rank sends for its share of ``count`` tokens, and for others' tokens.
 
     Of all ranks at an even load: each layer's K copies of a token's state go to other ranks, what
     they compute comes back, and so do gradients; and it is told how many come for each expert.
@@ -219,7 +219,7 @@ SMALL = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256}
 
 
 def peak(model: str, layout: str) -> dict[str, int]:
-    """Of an update: the most that a rank has allocated at a time, and what ``check`` says of it."""
+    """Return the most bytes that a rank allocates in an update, and what ``check`` says of it."""
     world = dist.get_world_size()
     shares, parts, experts = LAYOUTS[layout](world)
     settings = SMALL | {"bos_token_id": None}

@@ -1,4 +1,4 @@
-"""Kinds of models, and what is compared of each."""
+"""Define kinds of models, and what is compared of each."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ class Kind(NamedTuple):
     save: Saved
     features: tuple[str, ...]
     layouts: dict[int, list[str]]
-    """By the number of processes."""
+    """The layouts by the number of processes."""
 
 
 _ALL = {2: ["sequence", "tensor"], 4: ["sequence", "tensor", "both"]}
@@ -31,7 +31,7 @@ _ALL = {2: ["sequence", "tensor"], 4: ["sequence", "tensor", "both"]}
 def dense(
     kind: type[PretrainedConfig], heads: int, keys: int, layouts: dict[int, list[str]], **sizes: int
 ) -> Kind:
-    """A model that has no experts, with so many heads."""
+    """Define a model without experts, with so many heads."""
     counts = {"num_attention_heads": heads, "num_key_value_heads": keys}
 
     def save(directory: Path) -> Path:
@@ -42,7 +42,7 @@ def dense(
 
 
 def mixture(kind: str) -> Kind:
-    """A mixture of experts."""
+    """Define a mixture of experts."""
     return Kind(
         lambda directory: saved_mixture(kind, directory, num_attention_heads=4),
         OF_MIXTURES,
@@ -62,7 +62,7 @@ KINDS = {
 
 
 def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]:
-    """Of a model on so many ranks: what each scenario found, the largest of all ranks."""
+    """Return what each scenario found for a model on so many ranks, the largest of all ranks."""
     model = KINDS[name].save(folder / "model")
     wanted = [
         f"{layout}_{what}"
@@ -78,10 +78,10 @@ def measured(name: str, ranks: int, folder: Path) -> dict[str, dict[str, float]]
 
 
 def relative(row: dict[str, float]) -> tuple[float, float]:
-    """Differences of scores and of gradients, to the largest of them or to 1."""
+    """Return differences of scores and of gradients, relative to the largest of them or to 1."""
     return row["scores"] / max(1.0, row["score"]), row["gradients"] / max(1.0, row["gradient"])
 
 
 def times_rounding(row: dict[str, float]) -> float:
-    """How much further from float64's gradients those computed together are than one process's."""
+    """Return how many times as far from float64's gradients all ranks are as one process is."""
     return row["rounding_together"] / row["rounding"]

@@ -1,4 +1,4 @@
-"""Layouts of processes that compute packs together, for benchmarks/parallel/ranks.py."""
+"""Define layouts of processes that compute packs together, for benchmarks/parallel/ranks.py."""
 
 import os
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def begin() -> None:
 
 
 def device() -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     return torch.device(os.environ.get(DEVICE, "cpu"))
 
 
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "pairs": lambda ranks: Layout(expert=2),
     "mixed": lambda ranks: Layout(sequence=ranks, expert=2),
 }
-"""By name, for so many ranks."""
+"""The layouts by name, for so many ranks."""
 
 
 def share(policy: Policy, layout: str) -> None:

@@ -1,4 +1,4 @@
-"""Processes of benchmarks/parallel compute packs together, and compare with one by one."""
+"""Compute packs together in processes of benchmarks/parallel, and compare with one by one."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ OF_MIXTURES = ("plain", "separate", "lora", "again", "idle", *OTHERS)
 
 
 def rollouts(rank: int) -> list[Rollout]:
-    """Of a rank: two groups that share prompts, of uneven lengths; penalties and given tokens."""
+    """Make a rank's two groups with shared prompts, uneven lengths, penalties and given tokens."""
     rng = random.Random(rank)
     made = []
     for group in range(2):
@@ -69,7 +69,7 @@ def rollouts(rank: int) -> list[Rollout]:
 
 
 def brief(rank: int) -> list[Rollout]:
-    """One, of which fewer tokens are computed than there are ranks, but for the last."""
+    """Make a rollout of fewer computed tokens than there are ranks, but for the last."""
     row, count = Row([2]), rank + 1
     row.append_written([3 + rank] * count, [0.0] * count, [0] * count)
     return [Rollout(Prompt("0", "", [2]), f"{rank}", 0, seed=0, rows=[row])]
@@ -92,7 +92,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[list[float]]]:
-    """A loss in which each number has a weight of its own, and the numbers."""
+    """Return a loss in which each number has a weight of its own, and the numbers."""
     scores = policy(pack)
     columns = [x for x in (scores.logprobs, scores.entropy, scores.values) if x is not None]
     weights = torch.linspace(0.5 + rank, 1.5, len(scores.live), device=scores.live.device)
@@ -102,7 +102,7 @@ def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[l
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
-    """Of whole parameters, though a rank may have a part of them."""
+    """Return the gradients of whole parameters, though a rank may have a part of them."""
     return {
         name: full_tensor(torch.zeros_like(p) if p.grad is None else p.grad).clone()
         for name, p in policy.named_parameters()
@@ -119,7 +119,7 @@ def compare(
     made: Callable[[int], list[Rollout]] = rollouts,
     replayed: bool = False,
 ) -> dict[str, float]:
-    """As :func:`compare_packs`, of a kind of policy, on what is ``made`` for each rank.
+    """Compare as :func:`compare_packs` does, for a kind of policy, on what is ``made`` per rank.
 
     Packs of ``silent`` ranks have no loss. ``replayed``: all tokens go to the first experts. In
     float32 the same weights say in float64 what is right.
@@ -140,7 +140,7 @@ def compare(
 
 
 def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) -> Policy:
-    """The same on all ranks."""
+    """Make a policy that is the same on all ranks."""
     torch.manual_seed(0)
     with default_dtype(dtype):
         policy = Policy(model, **options).to(device(), dtype)
@@ -158,7 +158,7 @@ def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) ->
 def compare_packs(
     policy: Policy, layout: str, packs: Sequence[TensorDict], exact: Policy | None = None
 ) -> dict[str, float]:
-    """Largest differences between packs computed by one rank each, and by all together.
+    """Return the largest differences of packs computed by one rank each, and by all together.
 
     Where an ``exact`` policy is there, also how far the gradients of either are from its:
     ``rounding``, and ``rounding_together``.
@@ -195,7 +195,7 @@ def compare_packs(
 def computed_alone(
     policy: Policy, packs: Sequence[TensorDict]
 ) -> tuple[list[tuple[Tensor, list[list[float]]]], dict[str, Tensor]]:
-    """What :func:`loss_of` gives of each rank's pack, and the gradients of all of them."""
+    """Return what :func:`loss_of` gives for each rank's pack, and the gradients of all of them."""
     with default_dtype(next(policy.parameters()).dtype):
         alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
         sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
@@ -212,7 +212,7 @@ COSTS: dict[str, Callable[[str, str], Any]] = {
 
 
 def measure(model: str, scenario: str) -> dict[str, float]:
-    """The differences or the costs of a layout with a feature, such as ``sequence_plain``."""
+    """Measure the differences or costs of a layout with a feature, such as ``sequence_plain``."""
     begin()
     layout, _, feature = scenario.partition("_")
     if feature in COSTS:

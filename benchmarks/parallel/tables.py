@@ -1,4 +1,4 @@
-"""What ``benchmarks.parallel`` writes into docs/distributed.md."""
+"""Format what ``benchmarks.parallel`` writes into docs/distributed.md."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ NAMES = {
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Of each layout the largest differences of all models, processes and features."""
+    """List each layout's largest differences over all models, processes and features."""
     lines = [
         "| Layout | Compared | Differences, float64 | float32 | Kept, plan off by "
         "| At most, plan off by |",

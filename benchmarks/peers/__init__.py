@@ -1,1 +1,1 @@
-"""This library beside TRL, in CPU seconds: ``python -m benchmarks.peers``."""
+"""Run this library beside TRL, in CPU seconds: ``python -m benchmarks.peers``."""

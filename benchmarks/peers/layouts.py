@@ -1,4 +1,4 @@
-"""How `benchmarks/peers` and `benchmarks/wall` lay a run out on the machine, and run it."""
+"""Lay out the runs of `benchmarks/peers` and `benchmarks/wall` on the machine, and run them."""
 
 import json
 import math
@@ -24,19 +24,19 @@ GENERATIONS: dict[str, tuple[object, str]] = {
     "continuous": (PEER_PYTHON, "benchmarks.peers.trl"),
     "vllm": (sys.executable, "benchmarks.peers.trl_vllm"),
 }
-"""With which Python, and what, TRL generates."""
+"""The Python and the engine with which TRL generates."""
 COMPLETIONS = 256
 START_S = 30
-"""That vLLM may take to start, at most."""
+"""The longest time that vLLM may take to start."""
 STOP_S = 40
-"""That torchrun may take to end its processes; it kills them after 30."""
+"""The longest time that torchrun may take to end its processes; it kills them after 30."""
 Side = Callable[..., dict[str, Any]]
 """``run_ours`` or ``run_trl``."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Processes, and OpenMP threads of each.
+    """A layout of processes, and OpenMP threads of each.
 
     ``streamed``: groups that the engine, in a thread of its own, has in flight while the trainer
     works on those that are complete; 0: the trainer waits for the batch. ``generation``: ours is
@@ -50,7 +50,7 @@ class Layout:
 
 
 def make_environment() -> None:
-    """TRL's environment, if it is not there yet."""
+    """Make TRL's environment, if it is not there yet."""
     if PEER_PYTHON.exists():
         return
     subprocess.run([sys.executable, "-m", "venv", PEER_PYTHON.parents[1]], check=True)
@@ -84,7 +84,7 @@ def run(
     layout: Layout,
     patience: float | None = None,
 ) -> dict[str, Any]:
-    """One training run; returns what its processes measured.
+    """Run once; return what its processes measured.
 
     Raises:
         RuntimeError: if it fails, or does not train on all completions of an iteration.
@@ -140,7 +140,7 @@ def run(
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """With all processes that it started."""
+    """End a process with all processes that it started."""
     os.killpg(process.pid, signal.SIGTERM)  # torchrun's are of other groups: it has to end them
     try:
         process.wait(STOP_S)
@@ -150,7 +150,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 
 
 def reason(log: str) -> str:
-    """The error of the first traceback; torchrun writes its own below those of its processes."""
+    """Return the error of the first traceback; torchrun writes its own below its processes'."""
     traceback = log.partition("Traceback (most recent call last)")[2]
     found = re.search(
         r"^(?:\[rank\d+\]: )?(\w[\w.]*(?:Error|Exception)\b.*)", traceback, re.MULTILINE
@@ -159,7 +159,7 @@ def reason(log: str) -> str:
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Rank 0's, with the CPU seconds and the memory of all."""
+    """Return rank 0's figures, with the CPU seconds and the memory of all."""
     cpu_s = [sum(each) for each in zip(*(rank["cpu_s"] for rank in ranks), strict=True)]
     sums = {key: sum(rank[key] for rank in ranks) for key in ("setup_cpu_s", "peak_rss_bytes")}
     return ranks[0] | {"cpu_s": cpu_s} | sums
@@ -168,7 +168,7 @@ def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
 def explore(
     task: Task, layouts: Mapping[str, Layout], side: Side, key: str
 ) -> dict[str, float | str]:
-    """Seconds per iteration (``cpu_s`` or ``wall_s``) of each layout, or why it has none.
+    """Return seconds per iteration (``cpu_s`` or ``wall_s``) of layouts, or why one has none.
 
     One that takes twice as long as the fastest before it is given up.
     """
@@ -191,7 +191,7 @@ def explore(
 
 
 def fastest_of(tried: Mapping[str, float | str]) -> list[str]:
-    """The names of those that ran, the fastest first.
+    """Return the names of those that ran, the fastest first.
 
     Raises:
         RuntimeError: if none did.
@@ -203,12 +203,12 @@ def fastest_of(tried: Mapping[str, float | str]) -> list[str]:
 
 
 def counted(runs: list[dict[str, Any]], key: str) -> list[float]:
-    """Of every iteration but a run's first, which warms up."""
+    """Return every iteration of a run but the first, which warms up."""
     return [value for run in runs for value in run[key][1:]]
 
 
 def summary(runs: list[dict[str, Any]], task: Task) -> dict[str, float]:
-    """What one side needed on one task; medians over the runs. ``reached`` of them met the goal."""
+    """Summarise one side's runs of one task as medians. ``reached`` of them met the goal."""
     rewards = [sum(run["rewards"][-3:]) / 3 for run in runs]
     return {
         "cpu_s_per_iteration": statistics.median(counted(runs, "cpu_s")),

@@ -1,4 +1,4 @@
-"""The library on one task, for `benchmarks/peers`, which runs it in processes of its own.
+"""Run the library on one task for `benchmarks/peers`, in processes of its own.
 
 Through `Trainer.fit`, with the weight sync and its probe, the preview of rollouts, the step timer
 and a TensorBoard logger.
@@ -32,7 +32,7 @@ ENGINES: dict[str, Callable[[int], Engine]] = {
     ),
     "transformers": lambda length: TransformersEngine(),
 }
-"""By the name of the generation; given the longest prompt and completion."""
+"""The engines by the generation's name, given the longest prompt and completion."""
 
 
 class Clock(RLCallback):

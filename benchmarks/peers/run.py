@@ -1,4 +1,4 @@
-"""What both sides of `benchmarks/peers` take, measure and leave. Imports torch, nothing else."""
+"""Share what both sides of `benchmarks/peers` take and leave. Imports torch, nothing else."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 class Progress:
-    """CPU and wall seconds of each iteration of this process.
+    """Measures CPU and wall seconds of each iteration of this process.
 
     Beside them are the mean reward, and the numbers of completions and tokens, of all processes.
     """
@@ -28,14 +28,14 @@ class Progress:
         self.setup_cpu_s = 0.0
 
     def begin(self) -> None:
-        """All before this is set-up."""
+        """Begin to measure: everything before this call is set-up."""
         self.setup_cpu_s = time.process_time()
         if dist.is_initialized():
             self.rank = dist.get_rank()
         self._since = time.process_time(), time.perf_counter()
 
     def collected(self, rewards: list[float], tokens: int) -> None:
-        """Of one iteration; all processes call this, and so agree on when the goal is met."""
+        """Note an iteration; all processes call this, and so agree on when the goal is met."""
         totals = torch.tensor([sum(rewards), len(rewards), tokens], dtype=torch.double)
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(totals)
@@ -45,7 +45,7 @@ class Progress:
         self.tokens.append(int(tokens_of_all))
 
     def finished(self) -> bool:
-        """An iteration is over; whether the mean reward of the last three reaches the goal."""
+        """Note an iteration; tell whether the mean reward of the last three reaches the goal."""
         now = time.process_time(), time.perf_counter()
         self.cpu_s.append(now[0] - self._since[0])
         self.wall_s.append(now[1] - self._since[1])
@@ -53,7 +53,7 @@ class Progress:
         return len(self.rewards) >= 3 and sum(self.rewards[-3:]) / 3 >= self.goal
 
     def report(self, directory: str) -> None:
-        """A file of each process."""
+        """Write a file of each process."""
         kept = ("cpu_s", "wall_s", "rewards", "completions", "tokens", "parts", "setup_cpu_s")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         measured = {key: getattr(self, key) for key in kept} | {"peak_rss_bytes": peak}
@@ -61,7 +61,7 @@ class Progress:
 
 
 def parser_of_run(description: str) -> argparse.ArgumentParser:
-    """What one run of one side takes."""
+    """Make the parser for one run of one side."""
     parser = argparse.ArgumentParser(description=description)
     for name in ("--model", "--prompts", "--out", "--generation"):
         parser.add_argument(name, required=True)

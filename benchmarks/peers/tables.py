@@ -1,4 +1,4 @@
-"""What ``benchmarks.peers`` prints and writes into docs/benchmarks.md."""
+"""Format what ``benchmarks.peers`` prints and writes into docs/benchmarks.md."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    """Markdown, a task and a side a line; what it takes to 0.90 only where a run goes on to it."""
+    """Return Markdown, a line per task and side; what 0.90 takes only where a run goes on to it."""
     lines = [
         "| one thread | CPU s per iteration | tokens per second | iterations to 0.90 "
         "| CPU s to 0.90 | set-up, CPU s | peak memory, GiB |",
@@ -44,7 +44,7 @@ def table(results: dict[str, Any]) -> list[str]:
 
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
-    """TRL / ours."""
+    """Return TRL / ours."""
 
     def ratio(task: str, key: str) -> float:
         return float(results[task]["trl"][key] / results[task]["ours"][key])

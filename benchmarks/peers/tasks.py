@@ -1,4 +1,4 @@
-"""What both sides of `benchmarks/peers` and `benchmarks/wall` train on."""
+"""Define the tasks on which both sides of `benchmarks/peers` and `benchmarks/wall` train."""
 
 import json
 import random
@@ -17,12 +17,12 @@ GOAL, NEVER = 0.90, 2.0
 BUILD = Path("build")
 LONG_PROMPT, LONGEST = 512, 100
 DIGITS, TIMES = 9, 3
-"""Of the task `longer`: 9 digits, whose answer is written 3 times, so 28 tokens with the last."""
+"""The task `longer` has 9 digits, whose answer is written 3 times, so 28 tokens with the last."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What both train on; ``micro_batch`` is what of TRL's padded batch fits into memory."""
+    """A task of both sides; TRL's padded batches fit into memory in parts of ``micro_batch``."""
 
     name: str
     model: Path
@@ -35,12 +35,12 @@ class Task:
 
 
 def quick_task(iterations: int) -> Task:
-    """The quickstart's, to the goal."""
+    """Define the quickstart's task, to the goal."""
     return Task("quickstart", MODEL, OUT / "train.jsonl", iterations, goal=GOAL)
 
 
 def longer_task(iterations: int) -> Task:
-    """Completions of nearly the same length, so that padding costs nothing."""
+    """Define completions of nearly the same length, so that padding costs nothing."""
     directory = BUILD / "peers-longer"
     rng = random.Random(0)
     drawn = ["".join(rng.choices("0123456789", k=DIGITS)) + "=" for _ in range(12_000)]
@@ -56,7 +56,7 @@ def longer_task(iterations: int) -> Task:
 
 
 def heavy_task(iterations: int) -> Task:
-    """Numbers of digits from a Pareto distribution, and a model that learned such lengths."""
+    """Define digits by a Pareto distribution, and a model that learned such lengths."""
     directory = BUILD / "peers-heavy"
     rng = random.Random(0)
     lengths = [min(LONGEST, int(3 * rng.paretovariate(1.0))) for _ in range(12_000)]
@@ -69,7 +69,7 @@ def heavy_task(iterations: int) -> Task:
 
 
 def long_task(iterations: int) -> Task:
-    """Prompts behind a random run of digits."""
+    """Define prompts behind a random run of digits."""
     directory = BUILD / "peers-long"
     model = longer_model(directory, MODEL)
     rng = random.Random(0)
@@ -86,17 +86,17 @@ def long_task(iterations: int) -> Task:
 
 
 def large_task(iterations: int) -> Task:
-    """The quickstart's with 27M parameters, which learned how long an answer is."""
+    """Define the quickstart's task with 27M parameters, which learned how long an answer is."""
     return sized_task("large", iterations, lr=3e-4)
 
 
 def huge_task(iterations: int) -> Task:
-    """The same with 109M parameters."""
+    """Define the same with 109M parameters."""
     return sized_task("huge", iterations, lr=2e-4)
 
 
 def sized_task(size: str, iterations: int, lr: float) -> Task:
-    """The quickstart's, with a model of another size after 300 steps of imitation."""
+    """Define the quickstart's task with another size of model, after 300 steps of imitation."""
     directory = directory_of(BUILD / f"peers-{size}")
     model = directory / "model"
     if not (model / "tokenizer_config.json").exists():
@@ -115,7 +115,7 @@ def repeated(rows: Sequence[Mapping[str, str]], column: str) -> list[dict[str, s
 
 
 def longer_model(directory: Path, source: Path) -> Path:
-    """A copy of the model that may read longer texts; no weight depends on it."""
+    """Copy the model so that it may read longer texts; no weight depends on it."""
     model = directory / "model"
     shutil.copytree(source, model, dirs_exist_ok=True)
     config = json.loads((model / "config.json").read_text())
@@ -126,7 +126,7 @@ def longer_model(directory: Path, source: Path) -> Path:
 def warm_start(
     model: Path, directory: Path, steps: int, lr: float = 1e-3, rows: Path | None = None
 ) -> Path:
-    """The model after some steps of imitating ``rows``, by default ``sft.jsonl``; made once."""
+    """Imitate ``rows``, by default ``sft.jsonl``, for some steps; made once."""
     trained = directory / "sft" / "hf"
     if not (trained / "config.json").exists():
         command = ["fit", "--config", "recipes/sort_digits/sft.yaml", "--model.model", model]

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on one task, for `benchmarks/peers`, in that benchmark's own environment.
+"""Run TRL's GRPOTrainer on one task for `benchmarks/peers`, in that benchmark's environment.
 
 Needs torch and trl, nothing of this project. `--generation`: padded, continuous, or vllm, which
 `benchmarks/peers/trl_vllm.py` makes possible. Under torchrun accelerate makes one run of its
@@ -64,7 +64,7 @@ def main() -> None:
     def exact_match(
         completions: list[str], completion_ids: list[list[int]], answer: list[str], **columns: Any
     ) -> list[float]:
-        """As recipes/sort_digits/reward.py: right, and ended by itself."""
+        """Score as recipes/sort_digits/reward.py does: right, and ended by itself."""
         rows = list(zip(completions, completion_ids, answer, strict=True))
         rewards = [float(c == a and ids[-1] == tokenizer.eos_token_id) for c, ids, a in rows]
         progress.collected(rewards, sum(len(ids) for _, ids, _ in rows))
@@ -82,7 +82,7 @@ def main() -> None:
         ddp_find_unused_parameters=False,
         seed=arguments.seed,
         use_transformers_continuous_batching=arguments.generation == "continuous",
-        # By itself it takes half of the machine's memory for its cache; this much is enough.
+        # It takes half of the machine's memory for its cache by itself; this much is enough.
         transformers_continuous_batching_config={
             "page_size": 32,
             "num_blocks": max(512, 256 * arguments.max_model_len // 32),

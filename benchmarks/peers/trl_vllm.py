@@ -1,4 +1,4 @@
-"""``trl.py`` with vLLM colocated, which TRL 1.16 cannot use on CPUs as it is shipped.
+"""Run ``trl.py`` with vLLM colocated, which TRL 1.16 cannot use on CPUs as it is shipped.
 
 Runs in this project's environment, where vLLM is, with that of TRL behind it: both have the same
 torch and transformers. The shim: vLLM packs its weights for oneDNN and drops their loaders, so that
@@ -25,7 +25,7 @@ LLM_OPTIONS = {
 
 
 def sync_weights(generation: Any) -> None:
-    """In place of ``VLLMGeneration.sync_weights``."""
+    """Replace ``VLLMGeneration.sync_weights``."""
     weights = dict(generation._iter_named_params())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     arguments = {"weights_iterator": iter(weights.items())}

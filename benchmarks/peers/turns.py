@@ -1,4 +1,4 @@
-"""Both sides on one task, in turns."""
+"""Run both sides on one task, in turns."""
 
 import statistics
 from dataclasses import replace
@@ -18,7 +18,7 @@ from benchmarks.peers.tasks import NEVER, Task
 
 
 def measure(task: Task, seeds: list[int], threads: int) -> dict[str, Any]:
-    """Both sides, alternating; the order changes with every seed."""
+    """Run both sides, alternating; the order changes with every seed."""
     generation, trials = fastest_generation(task, threads)
     runs: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
     sides = {
@@ -41,7 +41,7 @@ def measure(task: Task, seeds: list[int], threads: int) -> dict[str, Any]:
 
 
 def fastest_generation(task: Task, threads: int) -> tuple[str, dict[str, float | str]]:
-    """TRL's fastest way to generate on this task, and CPU seconds per iteration of each."""
+    """Return TRL's fastest way to generate on this task, and CPU seconds per iteration of each."""
     trial = replace(task, iterations=min(4, task.iterations), goal=NEVER)
     layouts = {name: Layout(threads, generation=name) for name in GENERATIONS}
     tried = explore(trial, layouts, run_trl, "cpu_s")

@@ -1,1 +1,1 @@
-"""What bad rewards do to a run: ``python -m benchmarks.reward_faults``."""
+"""Show what bad rewards do to a run: ``python -m benchmarks.reward_faults``."""

@@ -1,4 +1,4 @@
-"""What bad rewards do to a run: each one in the real pool, between good ones.
+"""Show what bad rewards do to a run: each one in the real pool, between good ones.
 
     python -m benchmarks.reward_faults [--timeout_s 1] [--save]
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api" / "faults.md"
 
 
 def group_of(completions: list[str]) -> list[Rollout]:
-    """One completed rollout each."""
+    """Make one completed rollout each."""
     prompt = Prompt("p", "", [1])
     return [
         Rollout(prompt, "g", i, 0, completion=text, status=RolloutStatus.COMPLETED)
@@ -33,7 +33,7 @@ def group_of(completions: list[str]) -> list[Rollout]:
 
 
 def left_behind() -> set[str]:
-    """Ids of workers, of what was forked from them, and of programs that a fault started."""
+    """Return ids of workers, of what was forked from them, and of programs that a fault started."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:

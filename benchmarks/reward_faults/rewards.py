@@ -1,4 +1,4 @@
-"""Rewards that do what rewards should not, for ``benchmarks.reward_faults`` and the tests."""
+"""Define rewards with faults, for ``benchmarks.reward_faults`` and the tests."""
 
 import ctypes
 import os
@@ -168,7 +168,7 @@ _BY_NAME = {f.__name__: f for f in FAULTS}
 
 
 def faulty(completions: list[str]) -> Scores:
-    """The reward: 1, or the fault that the completion names."""
+    """Return 1, or the fault that the completion names."""
     return [
         score
         for completion in completions

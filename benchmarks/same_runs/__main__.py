@@ -1,4 +1,4 @@
-"""Eight runs of which everything is written down: rollouts, metrics and weights, to the last bit.
+"""Record eight runs to the last bit: rollouts, metrics and weights.
 
     python -m benchmarks.same_runs --out before --at 3c66317     (a commit)
     python -m benchmarks.same_runs --out before --checkout FOLDER

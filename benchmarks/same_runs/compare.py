@@ -1,4 +1,4 @@
-"""Where two recordings of ``same_runs`` differ in what they mean.
+"""Find where two recordings of ``same_runs`` differ in what they mean.
 
 Both are read by this checkout, which reads the files of earlier ones. So what is compared is not
 how a rollout is written down: :func:`meaning` says what is.
@@ -33,7 +33,7 @@ def compare(before: Path, after: Path, names: Sequence[str]) -> int:
 
 
 def differences(before: Path, after: Path) -> list[str]:
-    """Where two recordings of a run differ, in the order in which one would look."""
+    """List where two recordings of a run differ, in the order in which one would look."""
     first, second = read(before), read(after)
     for name in ("prepared", "weights"):
         first[name], second[name] = _without_renamed(first[name], second[name])
@@ -46,7 +46,7 @@ def differences(before: Path, after: Path) -> list[str]:
 
 
 def read(folder: Path) -> Named:
-    """All that a run left, as it is compared; batches only of a run without rollouts."""
+    """Read all that a run left, for comparison; batches only of a run without rollouts."""
     lines = {p.stem: _json_lines(p) for p in sorted(folder.glob("rank*.jsonl"))}
     ends = {p.stem: json.loads(p.read_text()) for p in sorted(folder.glob("rank*.json"))}
     rollouts = dict(sorted(_rollouts(folder)))
@@ -66,7 +66,7 @@ def read(folder: Path) -> Named:
 
 
 def meaning(rollout: Rollout) -> Named:
-    """What a rollout says, however it is kept: tokens and whose they are, rewards, and seeds.
+    """Return what a rollout says, however kept: tokens and whose they are, rewards, and seeds.
 
     Calls that wrote no tokens of the rollout's are left out: where there are tokens of none, they
     are notes.
@@ -102,7 +102,7 @@ def meaning(rollout: Rollout) -> Named:
 
 
 def _rollouts(folder: Path) -> Iterator[tuple[str, Named]]:
-    """Those that were trained on, or that a staged run sampled; by iteration and id."""
+    """Yield the rollouts that a run trained on or a staged run sampled, by iteration and id."""
     trained = sorted((folder / "rerun").glob("*.parquet"))
     staged = [folder / name for name in STAGED_FILES if (folder / name).exists()]
     for file in (*trained, *staged):
@@ -117,13 +117,13 @@ def _json_lines(path: Path) -> list[Any]:
 
 
 def _lasting(metrics: Named) -> Named:
-    """Without what differs from run to run."""
+    """Drop what differs from run to run."""
     kept = metrics.items()
     return {name: v for name, v in kept if not (name.startswith(TIMES) or name.endswith(TIMES))}
 
 
 def _without_renamed(before: Named, after: Named) -> tuple[Named, Named]:
-    """Both without what one has under one name, and the other under another, value for value."""
+    """Leave out of both what has one name in one, and another in the other, value for value."""
     gone = {name: value for name, value in before.items() if name not in after}
     new = {name: value for name, value in after.items() if name not in before}
     for name, value in gone.items():

@@ -1,4 +1,4 @@
-"""What ``same_runs`` has a run write down: it is loaded by runs of any checkout.
+"""Record what ``same_runs`` compares; runs of any checkout load this file.
 
 So it imports nothing of the library, and asks it for nothing but a batch and a state dict.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 class Digests(Callback):
     """Writes into ``folder``, by rank: a line per iteration, and the weights at the end.
 
-    A line holds the metrics, and a digest of each tensor of the batch. Of the weights it is a
-    digest of each tensor, too.
+    A line holds the metrics, and a digest of each tensor of the batch; the last has one of each
+    weight.
     """
 
     def __init__(self, folder: str) -> None:
@@ -38,14 +38,14 @@ class Digests(Callback):
 
 
 def leaves(batch: Any) -> dict[str, Tensor]:
-    """Tensors of a TensorDict, by their names within it."""
+    """Return tensors of a TensorDict, by their names within it."""
     items = batch.items(include_nested=True, leaves_only=True)
     named = (("/".join(key) if isinstance(key, tuple) else key, value) for key, value in items)
     return {name: value for name, value in named if isinstance(value, Tensor)}
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
-    """The form of each tensor, and a hash of its bits."""
+    """Return the form of each tensor, and a hash of its bits."""
     made = {}
     for name, tensor in sorted(tensors.items()):
         bits = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The eight runs, and how a checkout records them."""
+"""Define the eight runs, and how a checkout records them."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Checkout:
     """Folders to import from, before all others."""
 
     def run(self, *command: str) -> str:
-        """``python -m``, in the checkout and with its modules; what it printed.
+        """Run ``python -m`` in the checkout with its modules; return what it printed.
 
         Raises:
             RuntimeError: if it fails; with the end of what it said.
@@ -68,7 +68,7 @@ class Prepared:
 
 
 def warm_started(recipe: str, *options: str) -> Prepared:
-    """As a recipe's page says to make it."""
+    """Warm-start a model as a recipe's page says."""
     name = Path(recipe).name
     prepare = (f"recipes.{name}.prepare", "--out", f"runs/{name}")
     fit = ("lightning_rl", "fit", "--config", f"{recipe}/sft.yaml", *options)
@@ -94,13 +94,13 @@ class Run(ABC):
         """Run it, with its own files in ``work``, and leave in the folder what is compared."""
 
     def arguments(self) -> list[str]:
-        """The options, configurations among them."""
+        """Return the options, configurations among them."""
         pairs = (["--config", o] if o.endswith(".yaml") else [o] for o in self.options)
         return [part for pair in pairs for part in pair]
 
 
 class Fit(Run):
-    """``lightning-rl fit``: what it was trained on, a line per iteration, and the weights."""
+    """Records ``lightning-rl fit``: its training data, a line per iteration, and the weights."""
 
     def leave(self, place: Checkout, folder: Path, work: Path) -> None:
         digests = f"{Path(recorder.__file__).stem}.Digests"
@@ -123,7 +123,7 @@ class Fit(Run):
 
 
 class Staged(Run):
-    """``lightning-rl staged``: interactions, metrics, and every model that its jobs made."""
+    """Records ``lightning-rl staged``: interactions, metrics, and models of its jobs."""
 
     def leave(self, place: Checkout, folder: Path, work: Path) -> None:
         place.run("lightning_rl", "staged", *self.arguments(), "--run_dir", str(work))

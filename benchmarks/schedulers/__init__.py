@@ -1,1 +1,1 @@
-"""Collectors compared, simulated and real: ``python -m benchmarks.schedulers``."""
+"""Compare collectors, simulated and real: ``python -m benchmarks.schedulers``."""

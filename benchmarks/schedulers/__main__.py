@@ -43,7 +43,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "collectors.md"
 
 
 def simulated(iterations: int, plot: str | None, save: bool) -> dict[str, Any]:
-    """All schedulers on all loads."""
+    """Simulate all schedulers on all loads."""
     rows = [
         measure(lengths, share, scheduler, iterations)
         for lengths in LENGTHS

@@ -1,4 +1,4 @@
-"""The part of `benchmarks.schedulers` about groups that are rejected, evicted or aborted.
+"""Simulate groups that are rejected, evicted or aborted, for `benchmarks.schedulers`.
 
 Lengths are those of SmolLM2-135M-Instruct (`smollm2_lengths.json`): 8 completions of each of 48
 prompts of `recipes/smollm2`, at temperature 1 and at most 1,024 tokens. A filter rejects 40% of the
@@ -23,7 +23,7 @@ TRAIN_SHARE = 0.3  # of the time that Sync spends on generation and training
 
 
 def recorded(prompt: int, seed: int) -> int:
-    """Tokens of one of SmolLM2's completions of a prompt."""
+    """Return the tokens of one of SmolLM2's completions of a prompt."""
     lengths = RECORDED[prompt % len(RECORDED)]
     return int(lengths[seed % len(lengths)])
 
@@ -110,7 +110,7 @@ def _figures(generated: float, result: Simulation) -> dict[str, float]:
 
 
 def dynamic_table(result: dict[str, dict[str, float]]) -> list[str]:
-    """Markdown; speed is in useful tokens, relative to the first case."""
+    """Return Markdown; speed is in useful tokens, relative to the first case."""
     first = next(iter(result.values()))["useful_per_s"]
     lines = [
         "| way | useful tokens/s | wasted by filters | wasted by aborts | trainer idle "

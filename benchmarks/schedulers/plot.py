@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.schedulers`."""
+"""Draw the figure of `benchmarks.schedulers`."""
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -32,7 +32,7 @@ LINES = {
 
 
 def draw(rows: list[Row], path: str) -> None:
-    """Speed, where the engine's time goes, staleness, and how speed depends on the load."""
+    """Draw speed, where the engine's time goes, staleness, and how speed depends on the load."""
     figure = Figure(figsize=(12, 8.5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 2)
@@ -55,7 +55,7 @@ def _name_rows(axes: Axes, names: list[str]) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """Above the axes, at their right end."""
+    """Place the legend above the axes, at their right end."""
     axes.legend(
         frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1.02, 0.98), fontsize=9,
         handlelength=1, columnspacing=1.2,

@@ -1,4 +1,4 @@
-"""The parts of `benchmarks.schedulers` that train sort_digits, with a latency and without one."""
+"""Train sort_digits for `benchmarks.schedulers`, with a latency and without one."""
 
 import asyncio
 import statistics
@@ -34,7 +34,7 @@ WARMUP, ITERATIONS, ROUNDS = 2, 8, 2
 
 
 async def slow_match(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """`exact_match`, by a judge who takes 0.2 to 0.4 s for most groups, and up to 4 for a few."""
+    """Match exactly, by a judge who takes 0.2 to 0.4 s for most groups, and up to 4 for a few."""
     seconds = min(4.0, 0.2 * Random(prompts[0]).paretovariate(1.2))
     await asyncio.sleep(seconds)
     return exact_match(prompts, completions, **columns)
@@ -55,7 +55,7 @@ class Clock(Rows):
 
 
 def run(engine: Engine, reward: Reward, collector: Collector, seed: int) -> Clock:
-    """One short training run."""
+    """Run one short training."""
     data = make_data(
         WARMUP + ITERATIONS + 1,
         engine,
@@ -71,7 +71,7 @@ def run(engine: Engine, reward: Reward, collector: Collector, seed: int) -> Cloc
 
 
 def with_latency() -> dict[str, Any]:
-    """With vLLM and a reward that sleeps."""
+    """Measure with vLLM and a reward that sleeps."""
     engine = KeptEngine(max_model_len=32)
     result = measured(engine, slow_match)
     engine.end()
@@ -80,12 +80,12 @@ def with_latency() -> dict[str, Any]:
 
 
 def on_cores() -> dict[str, Any]:
-    """With transformers and no latency: all that is gained is that both halves compute at once."""
+    """Measure with transformers and no latency: the gain is that both halves compute at once."""
     return measured(TransformersEngine(), exact_match)
 
 
 def measured(engine: Engine, reward: Reward) -> dict[str, Any]:
-    """Wall time per iteration of each collector, taking turns, and the reward reached."""
+    """Return wall time per iteration of each collector, in turns, and the reward reached."""
     prepare()
     seconds: dict[str, list[float]] = {name: [] for name in COLLECTORS}
     accuracy: dict[str, list[float]] = {name: [] for name in COLLECTORS}

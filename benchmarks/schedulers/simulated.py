@@ -1,4 +1,4 @@
-"""The part of `benchmarks.schedulers` that simulates: collectors on loads, on a virtual clock."""
+"""Simulate collectors on loads, on a virtual clock, for `benchmarks.schedulers`."""
 
 import math
 from collections.abc import Callable
@@ -42,28 +42,28 @@ BOUND = 2  # of the asynchronous scheduler in the last line
 
 @cache
 def normal(*key: int) -> float:
-    """A standard normal number that depends on nothing but the key."""
+    """Draw a standard normal number that depends on nothing but the key."""
     return Random(repr(key)).gauss()
 
 
 def normal_by(prompt: int, seed: int) -> float:
-    """Standard normal, correlated between the rollouts of a prompt."""
+    """Draw a standard normal number, correlated between the rollouts of a prompt."""
     own = math.sqrt(1 - SAME_PROMPT) * normal(prompt, seed)
     return math.sqrt(SAME_PROMPT) * normal(prompt) + own
 
 
 def fixed(prompt: int, seed: int) -> int:
-    """2,400 tokens."""
+    """Return 2,400 tokens."""
     return 2400 // UNIT
 
 
 def lognormal(prompt: int, seed: int) -> int:
-    """Median 1,500 tokens, log standard deviation 1: 1% are ten times as long."""
+    """Draw a length of median 1,500, log standard deviation 1: 1% are ten times as long."""
     return min(LONGEST, round(1500 / UNIT * math.exp(normal_by(prompt, seed))))
 
 
 def pareto(prompt: int, seed: int) -> int:
-    """At least 800 tokens, tail exponent 1.5."""
+    """Draw at least 800 tokens with tail exponent 1.5."""
     above = 0.5 * math.erfc(normal_by(prompt, seed) / math.sqrt(2))
     return min(LONGEST, round(800 / UNIT * above ** (-1 / 1.5)))
 
@@ -107,7 +107,7 @@ def measure(lengths: str, train_share: float, scheduler: str, iterations: int) -
 
 @cache
 def generation_seconds(lengths: str, iterations: int) -> float:
-    """Seconds per token of a Sync that does nothing but generate."""
+    """Return the seconds per token of a Sync that does nothing but generate."""
     engine = SimulatedEngine(LENGTHS[lengths], STEP, PER_REQUEST, SLOTS)
     result = simulate(SyncCollector(), engine, iterations, GROUPS, GROUP_SIZE)
     return result.seconds / result.tokens
@@ -121,7 +121,7 @@ def summary(
     engine: SimulatedEngine,
     slots: int,
 ) -> Row:
-    """The figures of a simulation."""
+    """Return the figures of a simulation."""
     trained = result.tokens / engine.tokens
     ages = {age: count / result.tokens for age, count in sorted(result.staleness.items())}
     return Row(
@@ -144,5 +144,5 @@ def find(rows: list[Row], lengths: str, train_share: float, scheduler: str) -> R
 
 
 def speed(row: Row, rows: list[Row]) -> float:
-    """Trained tokens per second, relative to Sync's on the same load."""
+    """Return trained tokens per second, relative to Sync's on the same load."""
     return row.tokens_per_s / find(rows, row.lengths, row.train_share, "Sync").tokens_per_s

@@ -1,4 +1,4 @@
-"""What ``benchmarks.schedulers`` writes into docs/collectors.md."""
+"""Format what ``benchmarks.schedulers`` writes into docs/collectors.md."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from benchmarks.schedulers.simulated import Row, speed
 
 
 def table(rows: list[Row], load: tuple[str, float]) -> list[str]:
-    """Markdown, of one load: lengths and share of training; speed relative to Sync."""
+    """Return Markdown of one load: lengths and share of training; speed relative to Sync."""
     lines = [
         "| scheduler | speed | engine bubble | trainer idle | wasted | staleness mean / max |",
         "|---|---|---|---|---|---|",
@@ -21,7 +21,7 @@ def table(rows: list[Row], load: tuple[str, float]) -> list[str]:
 
 
 def real_table(result: dict[str, Any]) -> list[str]:
-    """Markdown, of what `real.measured` returns."""
+    """Return Markdown of what `real.measured` returns."""
     seconds, accuracy = result["seconds_per_iteration"], result["accuracy_after"]
     names = {"sync": "`SyncCollector`", "one_step_off": "`OneStepOffCollector`"}
     names["async"] = f"`AsyncCollector`, {result['staleness_bound']}"

@@ -1,1 +1,1 @@
-"""What a small model learns of five tasks: ``python -m benchmarks.small_model``."""
+"""Measure what a small model learns of five tasks: ``python -m benchmarks.small_model``."""

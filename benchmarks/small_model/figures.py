@@ -1,4 +1,4 @@
-"""Accuracies, gains and tables, from what runs and exams have left."""
+"""Compute accuracies, gains and tables, from what runs and exams have left."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,18 +9,18 @@ from benchmarks.small_model.runs import FULL, ITERATIONS, LORA, LR, RUNS, TRAINE
 from recipes.smollm2.tasks import TASKS
 
 FIVES = (0, 5, 10, 15, 25, 35)
-"""Where the blocks of five iterations begin whose rewards are shown."""
+"""The iterations at which the blocks of five begin whose rewards are shown."""
 STUDENT_T = 4.303
 """The 0.975 quantile of Student's t with two degrees of freedom: three seeds."""
 
 
 def accuracy(one: Mapping[str, Any], tasks: Sequence[str] = TRAINED) -> float:
-    """The share of right answers; each task counts as much."""
+    """Return the share of right answers; each task counts as much."""
     return fmean(fmean(one["right"][task]) for task in tasks)
 
 
 def gain(before: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The gain in accuracy, and half of its 95 % interval over questions and seeds.
+    """Return the gain in accuracy, and half of its 95 % interval over questions and seeds.
 
     The half is the root of the sum of two squares: 1.96 standard errors over questions (of a
     question's gain, which is averaged over seeds), and Student's t of the mean over three seeds.
@@ -35,7 +35,7 @@ def gain(before: Mapping[str, Any], after: Sequence[Mapping[str, Any]]) -> tuple
 
 
 def tasks_table(found: Mapping[str, Any]) -> list[str]:
-    """A row per task: the untrained model, also greedily and at length, and each seed."""
+    """Return a row per task: the untrained model, also greedily and at length, and each seed."""
     titles = {
         "untrained": "untrained",
         "untrained-long": "untrained, greedy, 256 tokens",
@@ -55,7 +55,7 @@ def tasks_table(found: Mapping[str, Any]) -> list[str]:
 
 
 def rates_table(found: Mapping[str, Any]) -> list[str]:
-    """A row per way to train and learning rate, all of seed 0: rewards in training."""
+    """Return a row per way to train and learning rate, all of seed 0: rewards in training."""
     titles = ["trained", "learning rate", *(f"iterations {a + 1}-{a + 5}" for a in FIVES)]
     lines = [row(titles), row(["---"] * len(titles))]
     ways = {name: one for name, one in RUNS.items() if not one.get("seed")} | {TRL: {"lr": LR}}
@@ -74,7 +74,7 @@ def row(cells: Iterable[str]) -> str:
 
 
 def curves(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """For the figure: a seed's accuracy in training, as the mean of five iterations."""
+    """Return a seed's accuracy in training for the figure, as the mean of five iterations."""
     return [
         {
             "seed": one["seed"],

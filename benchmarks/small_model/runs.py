@@ -1,4 +1,4 @@
-"""Training and exams, each in a process of its own, and only where its result is missing."""
+"""Run trainings and exams, each in a process of its own, and only where its result is missing."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def trained(
     teacher: str | None = None,
     precision: str = "32-true",
 ) -> Path:
-    """The run directory of a configuration, trained if it is not there yet.
+    """Return the run directory of a configuration, trained if it is not there yet.
 
     ``teacher`` is the run whose model is the teacher; None: the model learns from rewards.
     ``precision`` is the trainer's.
@@ -88,7 +88,7 @@ def taught_by(model: Path) -> Option:
 
 
 def trained_by_trl() -> Path:
-    """The directory of TRL's run."""
+    """Return the directory of TRL's run."""
     directory = OUT / TRL
     if not (directory / "measured_0.json").exists():
         make_environment()
@@ -123,7 +123,7 @@ def examined(name: str, model: Path) -> dict[str, Any]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """The exam of a model, and the rewards and CPU seconds of its training by iteration.
+    """Return the exam of a model, and the rewards and CPU seconds of its training by iteration.
 
     The untrained model has the first alone, and what was trained for a learning rate the second.
     """
@@ -140,7 +140,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def rewards_and_seconds(directory: Path) -> dict[str, Any]:
-    """The mean reward and the CPU seconds of each iteration of a run."""
+    """Return the mean reward and the CPU seconds of each iteration of a run."""
     lines = (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the five tasks of recipes/smollm2, for `benchmarks.small_model`.
+"""Run TRL's GRPOTrainer on the tasks of recipes/smollm2, for `benchmarks.small_model`.
 
 The settings of the recipe, and TRL at its best on a CPU (benchmarks/peers/trl.py says what that
 is), with vLLM in its process. Each iteration has two questions of each task.
@@ -24,7 +24,7 @@ MICRO_BATCH = 16
 
 
 def questions(directory: Path, number: int) -> Dataset:
-    """Questions of all tasks in turn."""
+    """Return questions of all tasks in turn."""
     rng = random.Random(0)
     files = [(directory / "train" / f"{task}.jsonl").read_text().splitlines() for task in TRAINED]
     shuffled = [rng.sample(lines, len(lines)) for lines in files]

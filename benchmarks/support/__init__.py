@@ -1,1 +1,1 @@
-"""What several benchmarks share; nothing in here is a command."""
+"""Share code between several benchmarks; nothing in here is a command."""

@@ -1,4 +1,4 @@
-"""The most bytes that torch allocates on the CPU at one time, while an update or a call lasts."""
+"""Follow the most bytes that torch allocates on the CPU at one time, in an update or a call."""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class FollowAllocations(Callback):
-    """``peak`` is the most that was allocated at one time since the first batch began."""
+    """Follows allocations; ``peak`` is the most at one time since the first batch began."""
 
     def __init__(self) -> None:
         self.profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -37,7 +37,7 @@ def peak_while(call: Callable[[], Any]) -> int:
 
 
 def peak_of(profiler: profile) -> int:
-    """The most bytes that were allocated at one time, beside what there was when it started.
+    """Return the most bytes allocated at one time, beside what there was when it started.
 
     Threads that the profiler does not know, such as gloo's, free memory unheard: what is allocated
     at its address takes its place.

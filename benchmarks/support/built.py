@@ -1,4 +1,4 @@
-"""The objects of a configuration, without a run of them."""
+"""Build the objects of a configuration, without a run of them."""
 
 from typing import Any
 

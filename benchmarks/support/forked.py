@@ -1,4 +1,4 @@
-"""Programs in processes of their own, forked from one that has imported what they need.
+"""Run programs in processes of their own, forked from one that has imported what they need.
 
 A short run of a program is mostly imports. Here one process imports everything, and does nothing
 else; each program begins as a copy of it, and is in all other things a process of its own, with its
@@ -24,7 +24,7 @@ def started(
     environment: Mapping[str, str] = os.environ,
     folder: Path = ROOT,
 ) -> Any:
-    """``python -m module arguments``, begun: a ``multiprocessing.Process``.
+    """Begin ``python -m module arguments`` in a ``multiprocessing.Process``.
 
     What it prints is added to ``output``; ``exitcode`` is its status, or minus the signal that
     ended it.
@@ -40,7 +40,7 @@ def begun(
     environment: Mapping[str, str] = os.environ,
     folder: Path = ROOT,
 ) -> Any:
-    """``function(*arguments)`` in such a process; both travel as pickles."""
+    """Call ``function(*arguments)`` in such a process; both travel as pickles."""
     context = get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.forked_imports"])
     with chdir(ROOT):  # where it finds the modules of this checkout
@@ -54,7 +54,7 @@ def begun(
 
 
 def run(module: str, arguments: Sequence[Any], output: Path, **place: Any) -> int:
-    """The same as ``started``, to its end; returns its status."""
+    """Run the same as ``started`` to its end; return its status."""
     process = started(module, arguments, output, **place)
     process.join()
     status: int = process.exitcode

@@ -1,4 +1,4 @@
-"""What the programs that ``benchmarks.support.forked`` starts have imported."""
+"""Import what the programs that ``benchmarks.support.forked`` starts need."""
 
 import gc
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Small games in which what a policy can expect, and the gradient of that, are known exactly."""
+"""Define small games whose expectations under a policy, and gradients, are known exactly."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ GROUP_SIZE = 4
 
 @dataclass(frozen=True)
 class Game:
-    """Up to ``turns`` turns, in each of which an action is chosen on a field.
+    """A game of up to ``turns`` turns, in each of which an action is chosen on a field.
 
     A policy is a table of logits, (turns * fields, actions): it has probabilities of its own in
     each state, a turn and a field.
@@ -58,7 +58,7 @@ class Game:
         return logits.reshape(self.turns, self.fields, self.actions).softmax(2)
 
     def values(self, logits: Tensor) -> Tensor:
-        """The expected sum of rewards from each state on, (turns + 1, fields), exactly."""
+        """Return the expected sum of rewards from each state on, (turns + 1, fields), exactly."""
         probs, later = self.probabilities(logits), logits.new_zeros(self.fields)
         table = [later]
         for turn in reversed(range(self.turns)):
@@ -68,7 +68,7 @@ class Game:
         return torch.stack(table)
 
     def policy(self, generator: torch.Generator) -> tuple[Tensor, float, Tensor]:
-        """Logits at random; the reward that is expected then, and its gradient, flat."""
+        """Draw logits at random; return the reward expected then, and its gradient, flat."""
         logits = torch.randn(self.states, self.actions, generator=generator, dtype=torch.double)
         logits.requires_grad_()
         expected = self.values(logits)[0, self.start]
@@ -78,7 +78,7 @@ class Game:
     def played(
         self, logits: Tensor, field: Tensor, generator: torch.Generator, first: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Fields before each turn and actions in it, both (count, turns - first); -1 at the end.
+        """Return fields before turns, and actions, both (count, turns - first); -1 at the end.
 
         ``field`` (count,) is where the games stand before turn ``first``.
         """
@@ -91,11 +91,11 @@ class Game:
         return torch.stack(fields, 1), torch.stack(actions, 1)
 
     def begun(self, count: int) -> Tensor:
-        """Where so many games begin."""
+        """Return the fields on which so many games begin."""
         return torch.full((count,), self.start)
 
     def recorded(self, fields: Tensor, actions: Tensor, at_end: bool) -> list[Rollout]:
-        """Games as rollouts: a token for each turn, and one of the environment's between two.
+        """Record games as rollouts: a token for each turn, and an environment's between two.
 
         Their rewards are the sums of what was earned, paid ``at_end`` or turn by turn.
         """
@@ -128,7 +128,7 @@ def command(
     run: Callable[[int, int], dict[str, Any]],
     table: Callable[[dict[str, Any]], list[str]],
 ) -> None:
-    """The command of a benchmark on games: run it, and on request save result and table."""
+    """Run the command of a benchmark on games: on request save result and table."""
     parser = parser_of(doc)
     parser.add_argument("--groups", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -143,7 +143,7 @@ def command(
 class Turns:
     """The turns of games that were played.
 
-    Of each its ``state``, its ``group``, the gradient of its log probability with respect to its
+    Each has its ``state``, its ``group``, the gradient of its log probability with respect to its
     state's logits (``score``), what is expected of the rest of its game (``value``), and what the
     turns before it earned (``before``).
     """
@@ -159,7 +159,7 @@ class Turns:
     def of(
         cls, game: Game, logits: Tensor, fields: Tensor, actions: Tensor, group: Tensor
     ) -> "Turns":
-        """Of games (N, turns) in groups (N,); only those on a field."""
+        """Make the turns of games (N, turns) in groups (N,), of those only that are on a field."""
         number, turn = (fields >= 0).nonzero(as_tuple=True)
         field, action = fields[number, turn], actions[number, turn]
         state = turn * game.fields + field
@@ -170,7 +170,7 @@ class Turns:
         return cls(game, state, group[number], score, game.values(logits)[turn, field], before)
 
     def gradients(self, advantages: Tensor, games: int) -> Tensor:
-        """Of each group, (groups, states * actions); of so many games from the start."""
+        """Return each group's gradient, (groups, states * actions), for so many games."""
         weighted = advantages.unsqueeze(1) * self.score / games
         shape = int(self.group.max()) + 1, self.game.states, self.game.actions
         sums = torch.zeros(shape, dtype=torch.double)
@@ -179,7 +179,7 @@ class Turns:
 
 
 def noise_of(gradients: Tensor, exact: Tensor) -> dict[str, float]:
-    """Of groups' gradients (groups, W): their noise, and how far their mean is off.
+    """Return the noise of groups' gradients (groups, W), and how far their mean is off.
 
     ``noise`` is the variance of one over the squared length of its expectation; ``cosine`` that of
     the mean and the ``exact`` one (W,); ``sigmas`` their distance in standard errors, over all

@@ -1,4 +1,4 @@
-"""A training step with nothing but torch: what the same tokens cost without any library around.
+"""Take a training step with nothing but torch: the cost of the same tokens without a library.
 
 A Qwen2 forward written out by hand on unpadded tokens, its gradient and a fused AdamW step. Used as
 the floor of `benchmarks/floor.py`, and as an independent check of the library's logprobs.
@@ -15,7 +15,7 @@ from lightning_rl.rollout import Rollout
 
 @dataclass
 class Segments:
-    """Token segments run as one unpadded row; each may look at a prefix segment.
+    """Runs token segments as one unpadded row; each may look at a prefix segment.
 
     ``index`` (N, L) are the row's positions of a batch of segments, -1 where padded; ``prefix``
     (N, P) those of what they look at besides themselves, or None.
@@ -26,7 +26,7 @@ class Segments:
 
 
 class PlainStep:
-    """Policy-gradient steps on given rollouts, with Hugging Face's Qwen2 weights."""
+    """Takes policy-gradient steps on given rollouts, with Hugging Face's Qwen2 weights."""
 
     def __init__(self, config: object, weights: dict[str, Tensor], lr: float) -> None:
         self.config = config
@@ -40,7 +40,7 @@ class PlainStep:
         )
 
     def step(self, rollouts: list[Rollout], advantages: Tensor, share: bool) -> Tensor:
-        """One forward, backward and AdamW step; returns the logprobs (M,) it saw.
+        """Do one forward, backward and AdamW step; return the logprobs (M,) it saw.
 
         ``advantages`` has one value per completion token, shape (M,). ``share``: run each distinct
         prompt once, instead of once per rollout.
@@ -54,7 +54,7 @@ class PlainStep:
         return logprobs.detach()
 
     def logprobs(self, rollouts: list[Rollout], share: bool) -> Tensor:
-        """Logprobs (M,) of all completion tokens, in the rollouts' order."""
+        """Return logprobs (M,) of all completion tokens, in the rollouts' order."""
         if share:
             tokens, positions, segments, predictors = _shared_layout(rollouts)
         else:
@@ -96,7 +96,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, segments: list[Segments]) -> Tensor:
-    """Attention over the row's segments; (S, H, D) in and out."""
+    """Attend over the row's segments; (S, H, D) in and out."""
     out = torch.zeros_like(q)
     for segment in segments:
         index, real = segment.index.clamp(min=0), segment.index >= 0

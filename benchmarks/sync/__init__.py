@@ -1,1 +1,1 @@
-"""How fast weights get to another process: ``python -m benchmarks.sync``."""
+"""Measure how fast weights get to another process: ``python -m benchmarks.sync``."""

@@ -1,4 +1,4 @@
-"""The other side of :mod:`benchmarks.sync`: a process that takes weights as a worker does."""
+"""Receive weights for :mod:`benchmarks.sync` in a process, as a worker does."""
 
 import asyncio
 import multiprocessing
@@ -21,7 +21,7 @@ TIMEOUT_S = 120.0
 
 
 class Receiver:
-    """In the other process: takes buckets from a source, and copies them into its own weights."""
+    """Takes buckets from a source in another process, and copies them into its own weights."""
 
     def __init__(self) -> None:
         self.own: dict[str, Tensor] = {}

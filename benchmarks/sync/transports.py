@@ -1,4 +1,4 @@
-"""Each transport beside its floor, and pushes to a real server."""
+"""Measure each transport beside its floor, and pushes to a real server."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ RANK = 16
 
 
 def make_config(millions: float) -> Qwen2Config:
-    """Twelve layers whose width gives about this many parameters."""
+    """Return twelve layers whose width gives about this many parameters."""
     width = 32 * max(1, round((millions * 1e6 / (12 * 16)) ** 0.5 / 32))
     return Qwen2Config(
         vocab_size=16, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=12,
@@ -40,14 +40,14 @@ def make_config(millions: float) -> Qwen2Config:
 
 
 def make_weights(config: Qwen2Config) -> dict[str, Tensor]:
-    """Under the names and shapes of such a model."""
+    """Make weights under the names and shapes of such a model."""
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(config).state_dict()
     return {name: torch.rand(meta.shape) for name, meta in shapes.items()}
 
 
 def make_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A LoRA of rank 16 on all linear layers but the output."""
+    """Make a LoRA of rank 16 on all linear layers but the output."""
     adapters = {}
     for name, weight in weights.items():
         if ".layers." in name and weight.dim() == 2:
@@ -58,7 +58,7 @@ def make_adapters(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def least_seconds(acts: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Of each, in turns, to and fro; the first round warms up."""
+    """Time each call in turns, to and fro; the first round warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in acts}
     for number in range(rounds + 1):
         # What comes after a big write waits for the disk, so each comes first as often as last.
@@ -70,7 +70,7 @@ def least_seconds(acts: Mapping[str, Callable[[], None]], rounds: int) -> dict[s
 
 
 def make_transports(directory: Path, adapters_only: bool = False) -> dict[str, StagedTransport]:
-    """The three ways."""
+    """Make the three ways."""
     return {
         "memory": MemoryTransport(adapters_only=adapters_only),
         "checkpoint": CheckpointTransport(str(directory / "weights"), adapters_only=adapters_only),
@@ -84,7 +84,7 @@ def pushes(transport: StagedTransport, weights: Mapping[str, Tensor]) -> Callabl
 
 
 def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
-    """Seconds, GB/s and the ratio floor / ours of each transport."""
+    """Measure seconds, GB/s and the ratio floor / ours of each transport."""
     weights = make_weights(make_config(millions))
     count = sum(weight.numel() for weight in weights.values())
     source, target = torch.rand(count), torch.empty(count)
@@ -152,7 +152,7 @@ def measure(millions: float, directory: Path, rounds: int) -> dict[str, Any]:
 def measure_adapters(
     engine: ReceiverEngine, weights: Mapping[str, Tensor], directory: Path, rounds: int
 ) -> dict[str, Any]:
-    """Seconds and bytes of each transport, once it has brought the base."""
+    """Measure seconds and bytes of each transport, once it has brought the base."""
     adapters = make_adapters(weights)
 
     def merging() -> None:
@@ -173,7 +173,7 @@ def measure_adapters(
 
 
 def measure_vllm(millions: float, directory: Path, rounds: int) -> dict[str, float]:
-    """Seconds per push to a real server, loading and all checks included."""
+    """Measure seconds per push to a real server, loading and all checks included."""
     config = make_config(millions)
     weights = make_weights(config)
     config.architectures = ["Qwen2ForCausalLM"]

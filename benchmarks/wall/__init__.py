@@ -1,1 +1,1 @@
-"""This library beside TRL, in seconds on two cores: ``python -m benchmarks.wall``."""
+"""Run this library beside TRL, in seconds on two cores: ``python -m benchmarks.wall``."""

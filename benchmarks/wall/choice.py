@@ -1,4 +1,4 @@
-"""Layouts of both sides, and which of them are fast enough to be compared."""
+"""Choose layouts of both sides that are fast enough to be compared."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ TASKS: dict[str, tuple[Callable[[int], Task], int]] = {
     "large": (large_task, 3),
     "huge": (huge_task, 3),
 }
-"""With the iterations of a run, at most."""
+"""The tasks, with the most iterations of a run."""
 CORES = 2
 SHAPES = {
     "2 processes": Layout(processes=CORES),
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 def each_with(generations: Iterable[str]) -> dict[str, Layout]:
-    """All shapes, each with all ways to generate."""
+    """Return all shapes, each with all ways to generate."""
     return {
         f"{generation}, {shape}": replace(layout, generation=generation)
         for shape, layout in SHAPES.items()
@@ -64,7 +64,7 @@ SLOW, NEAR = 1.5, 1.1
 
 
 def choose(task: Task) -> dict[str, dict[str, float | str]]:
-    """Wall seconds per iteration of each layout of each side in a short run, or why it has none."""
+    """Return wall seconds per iteration of each layout in a short run, or why it has none."""
     trial = replace(task, iterations=min(5, max(2, task.iterations // 2)), goal=NEVER)
     ours = explore(trial, OURS, run_ours, "wall_s")
     two = {name: layout for name, layout in TRL.items() if layout.processes > 1}
@@ -80,7 +80,7 @@ def choose(task: Task) -> dict[str, dict[str, float | str]]:
 
 
 def slow_generations(tried: Mapping[str, float | str]) -> dict[str, str]:
-    """Those that are out after they ran on two processes, and why."""
+    """Return the ways that are out after they ran on two processes, and why."""
     ran = {name: result for name, result in tried.items() if isinstance(result, float)}
     best = min(ran.values(), default=0.0)
     return {
@@ -91,16 +91,16 @@ def slow_generations(tried: Mapping[str, float | str]) -> dict[str, str]:
 
 
 def on_one_thread(name: str) -> str:
-    """The layout of ours that does the same with one thread."""
+    """Return the layout of ours that does the same with one thread."""
     return f"{OURS[name].generation}, 1 thread"
 
 
 def with_one_thread(names: Sequence[str]) -> list[str]:
-    """These layouts of ours, and those of one thread to compare them with."""
+    """Return these layouts of ours, and those of one thread to compare them with."""
     return list(dict.fromkeys([*names, *map(on_one_thread, names)]))
 
 
 def finalists(tried: Mapping[str, float | str], most: int) -> list[str]:
-    """Of ``most`` layouts those that are nearly as fast as the first."""
+    """Return up to ``most`` layouts that are nearly as fast as the first."""
     names = fastest_of(tried)[:most]
     return [name for name in names if float(tried[name]) <= NEAR * float(tried[names[0]])]

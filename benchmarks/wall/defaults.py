@@ -1,4 +1,4 @@
-"""What `benchmarks.wall --defaults` runs: both sides as they are where nothing is chosen.
+"""Run both sides for `benchmarks.wall --defaults`, as they are where nothing is chosen.
 
 Ours is the command `fit` with a configuration that names neither engine nor processes, in an
 environment that names no threads. TRL's is `GRPOTrainer` in one process that pads, with the threads
@@ -27,7 +27,7 @@ CONFIG = Path("recipes/sort_digits/grpo.yaml")
 
 
 def configuration(task: Task, folder: Path) -> Path:
-    """The recipe's, for the task, without a word about the machine, and with TRL's one update."""
+    """Write the recipe's configuration for the task, with TRL's one update, for any machine."""
     config = yaml.safe_load(CONFIG.read_text())
     model, data = config["model"]["init_args"], config["data"]["init_args"]
     del data["engine"], data["evaluation"], config["trainer"]["devices"]
@@ -48,7 +48,7 @@ def configuration(task: Task, folder: Path) -> Path:
 def run_ours(
     task: Task, options: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Wall seconds of each iteration, and of the whole command."""
+    """Return wall seconds of each iteration, and of the whole command."""
     environment = {**os.environ, "VLLM_PLUGINS": ""}
     environment.pop("OMP_NUM_THREADS", None)
     environment |= variables or {}
@@ -73,14 +73,14 @@ def run_ours(
 
 
 def run_theirs(task: Task, seed: int) -> dict[str, Any]:
-    """The same of TRL."""
+    """Return the same of TRL."""
     layout = Layout(threads=usable_cores(), generation="padded")
     begin = time.perf_counter()
     return {**run_trl(task, seed, layout), "whole_s": time.perf_counter() - begin}
 
 
 def compare(tasks: list[Task], runs: int) -> dict[str, Any]:
-    """Both in turns."""
+    """Compare both in turns."""
     found: dict[str, Any] = {}
     for task in (replace(task, goal=NEVER) for task in tasks):
         sides: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
@@ -103,7 +103,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratios(found: Mapping[str, Any]) -> dict[str, float]:
-    """TRL / ours: of an iteration, and of whole commands."""
+    """Return TRL / ours, of an iteration and of whole commands."""
     each = "wall_s_per_iteration"
     result = {f"default_ratio_{t}": r["trl"][each] / r["ours"][each] for t, r in found.items()}
     for name, sides in found.items():

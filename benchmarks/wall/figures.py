@@ -1,4 +1,4 @@
-"""Runs of the chosen layouts in turns, and what they tell."""
+"""Run the chosen layouts in turns, and compute what they tell."""
 
 import json
 import statistics
@@ -11,11 +11,11 @@ from benchmarks.support.results import RESULTS
 from benchmarks.wall.choice import CORES, SIDES, TASKS, on_one_thread
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
-"""By side and layout."""
+"""The runs by side and layout."""
 
 
 def measure(task: Task, names: Mapping[str, list[str]], runs: int) -> Runs:
-    """All finalists in turns; the order changes with every turn."""
+    """Run all finalists in turns; the order changes with every turn."""
     done: Runs = {side: {name: [] for name in of} for side, of in names.items()}
     order = [(side, name) for side, of in names.items() for name in of]
     for turn in range(runs):
@@ -34,7 +34,7 @@ def measure(task: Task, names: Mapping[str, list[str]], runs: int) -> Runs:
 
 
 def figures(task: Task, done: Runs) -> dict[str, Any]:
-    """Of each side: its layouts and the best of them; and what they are beside each other."""
+    """Return each side's layouts and the best of them, and their ratios to each other."""
     result: dict[str, Any] = {}
     for side, by_layout in done.items():
         layouts = {name: summary(runs, task) for name, runs in by_layout.items()}
@@ -57,7 +57,7 @@ def figures(task: Task, done: Runs) -> dict[str, Any]:
 
 
 def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
-    """Wall seconds below which two cores cannot bring an iteration that took this on one."""
+    """Return the least wall seconds of two cores for an iteration that took this on one."""
     parts = [part for run in runs for part in run["parts"][1:]]
     names = ("generate", "train", "iteration")
     generate, train, whole = (statistics.median(p[name] for p in parts) for name in names)
@@ -70,7 +70,7 @@ def floor_of(runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def headline(by_task: Mapping[str, dict[str, Any]]) -> dict[str, float]:
-    """The ratios of all tasks."""
+    """Return the ratios of all tasks."""
     found = {f"ratio_{name}": result["ratio"] for name, result in by_task.items()}
     found["ratio_min"] = min(found.values())
     for key in ("two_over_one", "floor_ratio"):
@@ -82,7 +82,7 @@ def headline(by_task: Mapping[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def with_saved(by_task: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """And, of tasks that were left out this time, what was saved before; in their order."""
+    """Add the saved figures of tasks that were left out this time, in order."""
     file = RESULTS / "wall-cpu.json"
     saved: dict[str, Any] = json.loads(file.read_text())["result"]["tasks"] if file.exists() else {}
     known = {**saved, **by_task}

@@ -1,4 +1,4 @@
-"""What `benchmarks/wall` writes into docs/benchmarks.md, and of it into the README."""
+"""Format what `benchmarks/wall` writes into docs/benchmarks.md and the README."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,11 @@ FRONT = {
 }
 """The tasks on the front page."""
 NAMES = {"transformers": "TransformersEngine", "vllm": "vLLM"}
-"""Of ways to generate, where the front page calls them otherwise."""
+"""The ways to generate that have another name on the front page."""
 
 
 def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
-    """All tasks: both sides' best, and the ratios."""
+    """List both sides' best layouts and the ratios for all tasks."""
     lines = [
         "| task | ours, wall s per iteration | TRL | TRL / ours | ours, one thread / best "
         "| ours, best / floor |",
@@ -30,7 +30,7 @@ def table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def front_table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The README's: tasks and layouts in words."""
+    """Return the README's table: tasks and layouts in words."""
     lines = ["| task | lightning_rl | TRL 1.16 | ratio |", "|---|---|---|---|"]
     for task, result in by_task.items():
         if task not in FRONT:
@@ -41,7 +41,7 @@ def front_table(by_task: Mapping[str, dict[str, Any]]) -> list[str]:
 
 
 def bests(result: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Each side's fastest layout, with its wall seconds per iteration."""
+    """Return each side's fastest layout, with its wall seconds per iteration."""
     found = []
     for side in ("ours", "trl"):
         best = result[side]["best"]
@@ -50,6 +50,6 @@ def bests(result: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 
 def in_words(layout: str) -> str:
-    """A layout's name, without how many groups are streamed."""
+    """Return a layout's name, without how many groups are streamed."""
     generation, comma, shape = layout.partition(" by ")[0].partition(",")
     return NAMES.get(generation, generation) + comma + shape

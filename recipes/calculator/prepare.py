@@ -48,7 +48,7 @@ SEED = 0
 
 
 def make_chat_tokenizer() -> Qwen2Tokenizer:
-    """One token per printable character, per role, and per fixed part of a tool call."""
+    """Make a tokenizer: one token per printable character, role, and fixed part of a tool call."""
     characters = [bytes_to_unicode()[code] for code in range(32, 127)]
     tokenizer = make_tokenizer([PAD, EOS, *characters])
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
@@ -58,7 +58,7 @@ def make_chat_tokenizer() -> Qwen2Tokenizer:
 
 
 def draw_questions() -> tuple[list[str], list[str]]:
-    """Distinct questions for (train, heldout), none in both: two numbers of two or three digits."""
+    """Draw distinct questions for (train, heldout), none in both: two numbers of 2 or 3 digits."""
     rng = random.Random(SEED)
     questions: dict[str, None] = {}
     while len(questions) < NUM_HELDOUT + NUM_TRAIN:
@@ -73,25 +73,25 @@ def user(question: str) -> dict[str, Any]:
 
 
 def rl_rows(questions: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows RL reads: a question, and the answer that only the reward sees."""
+    """Return the rows RL reads: a question, and the answer that only the reward sees."""
     return [{"prompt": [user(q)], "answer": str(calculate(q))} for q in questions]
 
 
 def slip(question: str, rng: random.Random) -> str:
-    """The question with another digit in one place."""
+    """Return the question with another digit in one place."""
     place = rng.choice([i for i, character in enumerate(question) if character.isdigit()])
     digit = rng.choice([d for d in "123456789" if d != question[place]])
     return question[:place] + digit + question[place + 1 :]
 
 
 def guess(question: str, rng: random.Random) -> str:
-    """Digits at random, as many as the answer has."""
+    """Return digits at random, as many as the answer has."""
     count = len(str(abs(calculate(question))))
     return str(rng.randrange(10 ** (count - 1), 10**count))
 
 
 def sft_rows(question: str, rng: random.Random, template: TurnTemplate) -> list[dict[str, str]]:
-    """The turns of one conversation, each a row: all that comes before it, and what to write.
+    """Return the turns of one conversation, each a row: the chat before it, and what to write.
 
     One row per turn, so that the warm start, too, only learns what the model writes.
     """
@@ -112,7 +112,7 @@ def sft_rows(question: str, rng: random.Random, template: TurnTemplate) -> list[
 
 
 def draw_sft(questions: Sequence[str]) -> list[dict[str, str]]:
-    """The turns of one conversation about every question, each in a way drawn at random."""
+    """Draw the turns of one conversation about every question, each in a way drawn at random."""
     rng = random.Random(SEED + 1)
     template = TurnTemplate(make_chat_tokenizer(), {"tools": [tool_schema(calculate)]})
     return [row for question in questions for row in sft_rows(question, rng, template)]

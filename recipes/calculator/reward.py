@@ -1,4 +1,4 @@
-"""The reward of the calculator recipe."""
+"""Reward answers in the calculator recipe."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 def right_answer(
     completions: list[list[dict[str, Any]]], answer: list[str], finish_reasons: list[str | None]
 ) -> list[float]:
-    """1.0 where the last message is the answer and the model ended it by itself, else 0.0.
+    """Return 1.0 where the last message is the answer and the model ended it by itself, else 0.0.
 
-    How the model came by the answer is not looked at.
+    It does not look at how the model came by the answer.
     """
     rows = zip(completions, answer, finish_reasons, strict=True)
     return [

@@ -1,4 +1,4 @@
-"""The tool of the calculator recipe."""
+"""Calculate for the model of the calculator recipe."""
 
 from __future__ import annotations
 

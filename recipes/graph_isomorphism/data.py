@@ -1,4 +1,4 @@
-"""Pairs of graphs, isomorphic or not, that only the whole of both tells apart.
+"""Make pairs of graphs, isomorphic or not, that only the whole of both tells apart.
 
 Graphs come as twins: two that are not isomorphic, and have the same degrees. A pair is either of
 them beside itself, or beside its twin, both with their nodes in random order. So either graph
@@ -23,7 +23,9 @@ TRIES = 10_000
 
 @dataclass(frozen=True)
 class Twins:
-    """M twins: ``graphs`` (M, 2, N, N), bytes of 0 and 1, padded; ``sizes`` (M,), their nodes."""
+    """Holds M twins: ``graphs`` (M, 2, N, N), bytes of 0 and 1, padded; ``sizes`` (M,), their
+    nodes.
+    """
 
     graphs: np.ndarray
     sizes: np.ndarray
@@ -33,7 +35,7 @@ class Twins:
 def twins(
     split: str, count: int, nodes: tuple[int, int], kind: Kind = "random", seed: int = 0
 ) -> Twins:
-    """``count`` twins of a split; none of their graphs is isomorphic to another, in any split.
+    """Return ``count`` twins of a split; no two of their graphs are isomorphic, in any split.
 
     Args:
         split: ``train`` or ``test``; each graph, in whatever order, belongs to one of them.
@@ -90,7 +92,7 @@ def _drawn(size: int, kind: Kind, rng: np.random.Generator) -> np.ndarray:
 
 
 def switched(graph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A graph with the same degrees: edges a-b and c-d become a-d and c-b, ten times for each."""
+    """Switch edges a-b and c-d to a-d and c-b, ten times for each, which keeps the degrees."""
     near, edges = graph.tolist(), np.argwhere(np.triu(graph, 1)).tolist()
     tries = 10 * len(edges)
     draws = rng.integers(max(len(edges), 1), size=(tries, 2)).tolist()
@@ -105,7 +107,7 @@ def switched(graph: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def walks(graph: np.ndarray, longest: int = 6) -> np.ndarray:
-    """Closed walks of 2 to ``longest`` steps from each node, (n, longest - 1)."""
+    """Count the closed walks of 2 to ``longest`` steps from each node, (n, longest - 1)."""
     power, rows = graph.astype(np.int64), []
     for _ in range(2, longest + 1):
         power = power @ graph
@@ -114,7 +116,7 @@ def walks(graph: np.ndarray, longest: int = 6) -> np.ndarray:
 
 
 def certificate(graph: np.ndarray) -> int:
-    """A number that isomorphic graphs share, and others hardly ever."""
+    """Return a number that isomorphic graphs share, and others hardly ever do."""
     rows = walks(graph)
     return crc32(rows[np.lexsort(rows.T)].tobytes())
 

@@ -1,4 +1,4 @@
-"""GraphIsomorphism: two agents talk about whether two graphs are the same, as torchrl sees it."""
+"""Define GraphIsomorphism: two agents talk about whether two graphs are the same."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,7 +28,7 @@ from recipes.graph_isomorphism.views import (
 
 @configurable
 class GraphIsomorphism(EnvBase):
-    """Many interactions side by side, each about a pair of graphs (:mod:`.data`).
+    """Runs many interactions side by side, each about a pair of graphs (:mod:`.data`).
 
     A message names a node; one beyond a smaller graph's nodes counts on from its first, and an
     answer is always in the graph that was not asked about. The prover sees both graphs, and all
@@ -79,10 +79,10 @@ class GraphIsomorphism(EnvBase):
         self.round = torch.zeros(num_envs, dtype=torch.long)
         channels = self.protocol.message_channel_names
         self.messages = {channel: self._silence() for channel in channels}
-        """By channel (E, R)."""
+        """The messages by channel, (E, R)."""
         undecided = torch.full((num_envs,), GO_ON)
         self.decided = {name: undecided.clone() for name in self.protocol.deciders}
-        """By agent that decides (E,), the decision that counted; 2: none yet."""
+        """The decision that counted, by agent that decides, (E,); 2: none yet."""
         self._set_seed(0)
 
     def _silence(self) -> Tensor:
@@ -97,7 +97,7 @@ class GraphIsomorphism(EnvBase):
         self.num_pairs = 4 * len(self._all)
 
     def _asked(self) -> Tensor:
-        """Rounds in which the verifier asks, and a prover answers in the next."""
+        """Return rounds in which the verifier asks, and a prover answers in the next."""
         rounds = torch.arange(self.protocol.max_message_rounds)
         asks, answers = self.protocol.has_turn(rounds), torch.zeros(len(rounds), dtype=torch.bool)
         for name in self.protocol.prover_names:
@@ -149,7 +149,7 @@ class GraphIsomorphism(EnvBase):
         self.reward_spec = Composite(**paid, shape=(envs,))
 
     def _places(self, name: str) -> dict[str, str]:
-        """Channels that an agent speaks on, by what comes before the names of what is of them."""
+        """Return an agent's channels, by what comes before the names of what is of them."""
         first, *others = self.protocol.visible(ADVERSARY if name == SIMULATOR else name)
         return {"": first} | {f"{channel}_": channel for channel in others}
 
@@ -161,7 +161,7 @@ class GraphIsomorphism(EnvBase):
 
     @property
     def num_envs(self) -> int:
-        """E."""
+        """Return E, the number of environments."""
         return int(self.batch_size[0])
 
     # ---------------------------------------------------------------- torchrl's methods
@@ -180,7 +180,7 @@ class GraphIsomorphism(EnvBase):
         return self._observed().update(self.full_state_spec.zero())
 
     def _deal(self, anew: Tensor) -> None:
-        """New pairs of graphs, with their nodes in new orders, where an interaction begins."""
+        """Deal new pairs of graphs, with their nodes in new orders, where an interaction begins."""
         # As many are drawn whoever begins, so that what one is dealt does not hang on the others.
         drawn = torch.randint(self.num_pairs, (self.num_envs,), generator=self._generator)
         pair = drawn if self.pairs is None else self.pairs
@@ -247,17 +247,17 @@ class GraphIsomorphism(EnvBase):
         self.messages[channel] = before.scatter(1, now, kept)
 
     def _answering(self, round: Tensor) -> Tensor:
-        """Whether a round's message answers a question, (E,)."""
+        """Tell whether a round's message answers a question, (E,)."""
         return torch.isin(round, self._questions + 1)
 
     def _side(self, channel: str, round: Tensor) -> Tensor:
-        """Which graph a round's message is in, (E,); 0 before the first."""
+        """Return which graph a round's message is in, (E,); 0 before the first."""
         said = self.messages[channel].gather(1, round.clamp(min=0).unsqueeze(1)).squeeze(1)
         return said.clamp(min=0) // self.nodes
 
     @staticmethod
     def logits_of(acted: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """Those (E, 2N) of an agent's message, and (E, 3) of its decision."""
+        """Return the logits (E, 2N) of an agent's message, and (E, 3) of its decision."""
         return acted["message_logits"].squeeze(1), acted["decision_logits"].squeeze(1)
 
     # ---------------------------------------------------------------- what is seen
@@ -280,7 +280,7 @@ class GraphIsomorphism(EnvBase):
         return TensorDict(groups | told, self.batch_size)
 
     def _goes_on(self, name: str) -> Tensor:
-        """Whether an agent has not decided, (E,); the simulator guesses as long as there is one."""
+        """Tell whether an agent is undecided, (E,); the simulator goes on while there is one."""
         waits = self.decided.get(ADVERSARY if name == SIMULATOR else name)
         return torch.ones_like(self.round) > 0 if waits is None else waits == GO_ON
 

@@ -1,4 +1,4 @@
-"""What a verifier's accuracy owes to its prover, on graphs that neither was trained on.
+"""Measure what a verifier's accuracy owes to its prover, on graphs that neither was trained on.
 
     python -m recipes.graph_isomorphism.evaluate runs/graph_isomorphism/nip/version_0
 
@@ -47,7 +47,7 @@ class Played:
     likeness: Tensor | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Accuracy, by class too, and that on the pair on which it is the lowest; likeness."""
+        """Return accuracy, also by class and on the pair on which it is lowest, and likeness."""
         right = (self.decisions == self.labels).float()
         metrics = {
             "accuracy": float(right.mean()),
@@ -120,7 +120,7 @@ class _Run:
         return GraphIsomorphism(**(self.arguments | further))
 
     def agents(self, trained: bool = True) -> dict[str, ActorCritic]:
-        """All of them, built; ``trained`` or as they began."""
+        """Build all agents, ``trained`` or as they began."""
         given = parse(dict[str, ActorCritic], self._part("model", "agents"))
         seed_everything(self.config["seed_everything"], verbose=False)
         spaces = agents_of(self.env(num_envs=1))
@@ -134,7 +134,7 @@ class _Run:
         return {name: given[name] for name in spaces}
 
     def attacked(self, iterations: int) -> dict[str, ActorCritic]:
-        """The agents, the prover trained further while the verifier does not learn."""
+        """Train the prover further while the verifier does not learn; return the agents."""
         given = parse(dict[str, ActorCritic], self._part("model", "agents"))
         given.setdefault(VERIFIER, ActorCritic()).schedule = NEVER
         options = {n: v for n, v in self.config["model"]["init_args"].items() if n != "agents"}
@@ -169,7 +169,7 @@ class _GoesOn(ActorCriticModule):
 
 
 def evaluate(directory: Path, times: int, attack: int, twins: int) -> dict[str, dict[str, float]]:
-    """Metrics by prover."""
+    """Return metrics by prover."""
     run = _Run(directory)
     env = run.env(split="test", twins=twins, num_envs=4 * twins)
     trained, fresh = run.agents(), run.agents(trained=False)

@@ -1,4 +1,4 @@
-"""How often the best possible prover passes off graphs that are not isomorphic, exactly.
+"""Compute exactly how often the best possible prover passes off graphs that are not isomorphic.
 
 The verifier asks for nodes at random and accepts if all answers fit: it is the Ehrenfeucht-Fraisse
 game with a spoiler that sees nothing, played with the facts that :mod:`.views` shows.
@@ -16,7 +16,7 @@ Claims = tuple[tuple[int, int], ...]
 
 
 def fooled(first: np.ndarray, second: np.ndarray, questions: int, repeats: bool = True) -> float:
-    """Chance that a prover that plays best has a fitting answer to every question.
+    """Return the chance that a prover that plays best has a fitting answer to every question.
 
     Args:
         first: (n, n) bytes.
@@ -52,7 +52,7 @@ def fooled(first: np.ndarray, second: np.ndarray, questions: int, repeats: bool 
 
 
 def _facts(graph: np.ndarray) -> np.ndarray:
-    """Of each two nodes: the same, neighbours, neighbours that they share; in one number."""
+    """Encode in one number whether two nodes are equal or neighbours, and what they share."""
     wide = graph.astype(np.int64)
     return (np.eye(len(wide), dtype=np.int64) * 2 + wide) * 100 + wide @ wide
 

@@ -1,4 +1,4 @@
-"""What prover and verifier see of two graphs and of what was said, as tensors.
+"""Turn what prover and verifier see of two graphs, and of what was said, into tensors.
 
 E interactions side by side, two graphs of up to N nodes each, R rounds. A node is a number: those
 of the first graph are 0 to N - 1, of the second N to 2N - 1. A message is a node, or -1: none yet.
@@ -15,7 +15,7 @@ FACTS = 6
 
 
 def node_features(graphs: Tensor) -> Tensor:
-    """Of each node its degree, a share of N, and how likely a random walk of 2 to 6 steps returns.
+    """Return each node's degree as a share of N, and the return probabilities of its random walks.
 
     (*B, N, N) to (*B, N, 6).
     """
@@ -29,7 +29,7 @@ def node_features(graphs: Tensor) -> Tensor:
 
 
 def union(graphs: Tensor) -> Tensor:
-    """Two graphs as one without edges between them, (E, 2, N, N) to (E, 2N, 2N)."""
+    """Return two graphs as one without edges between them, (E, 2, N, N) to (E, 2N, 2N)."""
     count, _, nodes, _ = graphs.shape
     both = graphs.new_zeros(count, 2 * nodes, 2 * nodes)
     both[:, :nodes, :nodes], both[:, nodes:, nodes:] = graphs[:, 0], graphs[:, 1]
@@ -37,13 +37,13 @@ def union(graphs: Tensor) -> Tensor:
 
 
 def pointed_at(messages: Tensor, nodes: int) -> Tensor:
-    """Which node was named in which round, (E, R) to (E, 2N, R), 0 or 1."""
+    """Mark which node was named in which round, (E, R) to (E, 2N, R), 0 or 1."""
     marks = F.one_hot(messages.clamp(min=0), 2 * nodes) * (messages >= 0).unsqueeze(-1)
     return marks.transpose(1, 2).float()
 
 
 def said(messages: Tensor, graphs: Tensor) -> Tensor:
-    """Of each message which graph it is in, -1 or 1, and its node's degree; 0 where none is yet.
+    """Return each message's graph, -1 or 1, and its node's degree; 0 where there is none yet.
 
     (E, R) to (E, R, 2).
     """
@@ -54,7 +54,7 @@ def said(messages: Tensor, graphs: Tensor) -> Tensor:
 
 
 def claims(questions: Tensor, answers: Tensor, graphs: Tensor) -> tuple[Tensor, Tensor]:
-    """What a verifier learns of X questions and their answers, each (E, X).
+    """Return what a verifier learns from X questions and their answers, each (E, X).
 
     An answer in the other graph claims that its node corresponds to the one asked for. Returns
     which are such claims, (E, X), and for each two of them, also of a claim with itself,
@@ -73,7 +73,7 @@ def claims(questions: Tensor, answers: Tensor, graphs: Tensor) -> tuple[Tensor, 
 
 
 def _at(matrix: Tensor, places: Tensor) -> Tensor:
-    """Entries of (E, 2, N, N) at all pairs of places (E, 2, X)."""
+    """Return entries of (E, 2, N, N) at all pairs of places (E, 2, X)."""
     count = places.shape[-1]
     rows = matrix.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, matrix.shape[-1]))
     return rows.gather(3, places.unsqueeze(-2).expand(-1, -1, count, -1))

@@ -1,4 +1,4 @@
-"""The environment of the guess-the-digit recipe."""
+"""Define the environment of the guess-the-digit recipe."""
 
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.rollout import Prompt

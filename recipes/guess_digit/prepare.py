@@ -35,12 +35,12 @@ Play = Callable[[int, random.Random], list[dict[str, Any]]]
 
 
 def bisect(low: int, high: int, rng: random.Random) -> int:
-    """A middle of what is still possible; of two middles either, by chance."""
+    """Return a middle of what is still possible; of two middles either, by chance."""
     return (low + high + rng.randint(0, 1)) // 2
 
 
 def guesses(digit: int, rng: random.Random) -> Iterator[int]:
-    """The player's guesses in one game, up to the right one."""
+    """Yield the player's guesses in one game, up to the right one."""
     bisecting = rng.random() < BISECTING
     low, high, guess = min(DIGITS), max(DIGITS), rng.choice(DIGITS)
     for _ in range(MAX_TURNS):
@@ -53,7 +53,7 @@ def guesses(digit: int, rng: random.Random) -> Iterator[int]:
 
 
 def play(digit: int, rng: random.Random) -> list[dict[str, Any]]:
-    """The turns of one game, each as a row: what was said so far, and the token to answer it.
+    """Return the turns of one game, each as a row: the chat so far, and the answering token.
 
     One row per turn, so that the warm start, too, only learns the tokens of the player.
     """
@@ -65,7 +65,7 @@ def play(digit: int, rng: random.Random) -> list[dict[str, Any]]:
 
 
 def draw_turns(play: Play = play) -> list[dict[str, Any]]:
-    """The turns of all warm-start games, as ``play`` writes them."""
+    """Draw the turns of all warm-start games, as ``play`` writes them."""
     rng = random.Random(SEED)
     return [row for _ in range(NUM_GAMES) for row in play(rng.choice(DIGITS), rng)]
 

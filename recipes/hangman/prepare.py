@@ -47,14 +47,14 @@ SEED = 0
 
 
 def write_words(place: Path) -> None:
-    """The word list, where NLTK_DATA leads the game to it; NLTK's own would be downloaded."""
+    """Write the word list where NLTK_DATA leads the game to it; NLTK's own would be downloaded."""
     place.mkdir(parents=True, exist_ok=True)
     for name in ("en-basic", "en"):
         (place / name).write_text("".join(f"{word}\n" for word in WORDS), encoding="utf-8")
 
 
 def read_texts(nltk_data: Path) -> tuple[str, str]:
-    """The system prompt and the first message of the game."""
+    """Return the system prompt and the first message of the game."""
     prompts = VerifiersPrompts(
         "textarena",
         ENVIRONMENT,
@@ -68,7 +68,7 @@ def read_texts(nltk_data: Path) -> tuple[str, str]:
 
 
 def chat_tokenizer(system: str, first: str) -> Qwen2Tokenizer:
-    """One token per character of boards and guesses, and one per long line of the game's texts."""
+    """Make a tokenizer with a token per character of boards and guesses, and per long line."""
     characters = [SPACE, NEWLINE, *"_[]", *LETTERS, *LETTERS.upper()]
     lines = [line for line in f"{system}\n{first}\n{COLUMNS}".split("\n") if len(line) > 8]
     tokenizer = make_tokenizer([PAD, EOS, *characters])
@@ -79,13 +79,13 @@ def chat_tokenizer(system: str, first: str) -> Qwen2Tokenizer:
 
 
 def board(word: str, guessed: set[str]) -> str:
-    """What the game answers: the letters that were found, each in its column."""
+    """Render the game's answer: the letters that were found, each in its column."""
     found = "   ".join(letter.upper() if letter in guessed else "_" for letter in word)
     return f"{COLUMNS}\n  {found}"
 
 
 def play(system: str, first: str, rng: random.Random) -> list[dict[str, Any]]:
-    """Random guesses of one game, each as a row: the chat so far, and the guess."""
+    """Play one game by random guesses, each as a row: the chat so far, and the guess."""
     word, guessed = rng.choice(WORDS), set[str]()
     chat = [{"role": "system", "content": system}, {"role": "user", "content": first}]
     rows = []

@@ -1,4 +1,4 @@
-"""Rows of GSM8K: what the reward needs of them, and problems of the same form to try it with."""
+"""Prepare rows of GSM8K for the reward, and make problems of the same form to try it with."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def problems(count: int, seed: int) -> Iterator[dict[str, str]]:
 
 
 def digit_share(completions: list[list[dict[str, Any]]]) -> list[float]:
-    """The share of characters that are digits: random weights have nothing better to differ in."""
+    """Return the share of characters that are digits: random weights differ in nothing better."""
     texts = [messages[-1]["content"] for messages in completions]
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in texts]

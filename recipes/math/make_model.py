@@ -77,7 +77,7 @@ SHAPES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 
 
 def make_tokenizer(texts: Sequence[str], template: str = CHAT_TEMPLATE) -> Qwen2Tokenizer:
-    """A byte-level BPE of these texts, filled up to as many tokens as Qwen's.
+    """Train a byte-level BPE on these texts, filled up to as many tokens as Qwen's.
 
     The fillers are never read; random weights write them, and they can be decoded.
     """
@@ -105,14 +105,14 @@ def _merges(bpe: ByteLevelBPETokenizer) -> list[tuple[str, str]]:
 
 
 def make_config(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> PreTrainedConfig:
-    """The model's configuration; `sizes` change its shape."""
+    """Make the model's configuration; `sizes` change its shape."""
     kind, shape = SHAPES[name]
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     return kind(**SHARED | shape | ends | sizes)
 
 
 def make_model(name: str, tokenizer: Qwen2Tokenizer, **sizes: Any) -> Any:
-    """Random weights in bfloat16, as the real ones are published; `sizes` change its shape."""
+    """Make random weights in bfloat16, as the real ones are published; `sizes` change its shape."""
     config = make_config(name, tokenizer, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""MatrixGame: two players act at once, round by round, as torchrl sees it."""
+"""Define MatrixGame: two players act at once, round by round, as torchrl sees it."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ PLAYERS = ("row", "column")
 
 @configurable
 class MatrixGame(EnvBase):
-    """Many games side by side between ``row`` and ``column``, each of some rounds.
+    """Plays many games side by side between ``row`` and ``column``, each of some rounds.
 
     A player sees which pair of actions was the last one, (1 + R * C,): nothing yet, or row's action
     times C plus column's.
@@ -60,7 +60,7 @@ class MatrixGame(EnvBase):
         return Composite(**specs, shape=(*self.batch_size, 1))
 
     def _set_seed(self, seed: int | None) -> None:
-        """Nothing is drawn."""
+        """Ignore the seed: nothing is drawn."""
 
     def _reset(self, tensordict: TensorDictBase | None = None, **options: Any) -> TensorDictBase:
         self.last, self.round = torch.zeros_like(self.last), 0  # all games begin and end together

@@ -42,7 +42,7 @@ SEED = 0
 
 
 def make_chat_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Qwen2Tokenizer:
-    """One token per character and per role."""
+    """Make a tokenizer with one token per character and per role."""
     tokenizer = make_tokenizer(vocabulary)
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -50,7 +50,7 @@ def make_chat_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Qwen2Tokenize
 
 
 def draw_texts() -> tuple[list[str], list[str]]:
-    """Distinct texts for (train, heldout), none in both: three to five digits among letters."""
+    """Draw distinct texts for (train, heldout), none in both: 3 to 5 digits among letters."""
     rng = random.Random(SEED)
     texts: dict[str, None] = {}
     while len(texts) < NUM_HELDOUT + NUM_TRAIN:
@@ -63,7 +63,7 @@ def draw_texts() -> tuple[list[str], list[str]]:
 
 
 def note(text: str, way: str) -> str:
-    """What `way` writes down of a text: all digits, the first half of them, or the letters."""
+    """Write down what `way` keeps of a text: all digits, the first half of them, or the letters."""
     digits = "".join(c for c in text if c in DIGITS)
     if way == "letters":
         return "".join(c for c in text if c in LETTERS)
@@ -71,12 +71,12 @@ def note(text: str, way: str) -> str:
 
 
 def order(digits: str, way: str) -> str:
-    """Digits as `way` orders them."""
+    """Order digits as `way` does."""
     return digits if way == "copy" else "".join(sorted(digits, reverse=way == "descending"))
 
 
 def rl_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows RL reads: a text, and the answer that only the reward sees."""
+    """Return the rows RL reads: a text, and the answer that only the reward sees."""
     return [
         {
             "prompt": [{"role": "user", "content": f"note {text}"}],
@@ -87,7 +87,7 @@ def rl_rows(texts: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def sft_rows(text: str, rng: random.Random) -> list[dict[str, str]]:
-    """Two turns about a text, each in a way drawn at random."""
+    """Return two turns about a text, each in a way drawn at random."""
     (way,) = rng.choices(list(NOTES), list(NOTES.values()))
     (direction,) = rng.choices(list(ORDERS), list(ORDERS.values()))
     digits = note(text, "digits")
@@ -99,7 +99,7 @@ def sft_rows(text: str, rng: random.Random) -> list[dict[str, str]]:
 
 
 def draw_sft(texts: Sequence[str]) -> list[dict[str, str]]:
-    """Two turns about every text."""
+    """Draw two turns about every text."""
     rng = random.Random(SEED + 1)
     return [row for text in texts for row in sft_rows(text, rng)]
 

@@ -21,7 +21,7 @@ VOCABULARY = [PAD, EOS, *"gues<>", *"0123456789"]
 
 
 def play(digit: int, rng: random.Random) -> list[dict[str, str]]:
-    """The turns of one game, each as a row: what was said so far, and the guess."""
+    """Return the turns of one game, each as a row: what was said so far, and the guess."""
     said, rows = f"<user>guess{EOS}<assistant>", []
     for guess in guesses(digit, rng):
         rows.append({"prompt": said, "completion": str(guess)})

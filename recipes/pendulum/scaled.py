@@ -1,4 +1,4 @@
-"""A wrapper that scales rewards."""
+"""Scale rewards by a wrapper."""
 
 from typing import Any
 
@@ -13,5 +13,5 @@ class ScaledReward(gymnasium.RewardWrapper):
         self.factor = factor
 
     def reward(self, reward: Any) -> float:
-        """The factor's share of it."""
+        """Scale the reward by the factor."""
         return self.factor * float(reward)

@@ -44,7 +44,7 @@ SEED = 0
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """One token for each digit, place, and fixed part of a message."""
+    """Make a tokenizer with one token for each digit, place, and fixed part of a message."""
     tokenizer = make_tokenizer([PAD, EOS, NEWLINE, *DIGITS, *PLACES])
     tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in PHRASES])
@@ -53,7 +53,7 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_pointer() -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 with two layers, float32; leaves torch's RNG alone."""
+    """Make a random Qwen2 with two layers, float32; leave torch's RNG alone."""
     return small_qwen2(
         vocab_size=64,
         hidden_size=128,
@@ -65,7 +65,7 @@ def make_pointer() -> Qwen2ForCausalLM:
 
 
 def draw_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Distinct rows for (train, heldout), none in both; as many of each label."""
+    """Draw distinct rows for (train, heldout), none in both; as many of each label."""
     rng = random.Random(SEED)
     others = [digit for digit in DIGITS if digit not in (WANTED, OTHER)]
     rows: dict[str, dict[str, Any]] = {}
@@ -80,7 +80,7 @@ def draw_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def answer(agent: str, chat: list[Message], row: dict[str, Any], rng: random.Random) -> str:
-    """What an agent of the warm start says."""
+    """Return the message of a warm-start agent."""
     if agent == "verifier":
         shown = [line[-1] for line in chat[-1]["content"].split("\n")[1:]]
         known = [digit for digit in (WANTED, OTHER) if digit in shown]
@@ -93,7 +93,7 @@ def answer(agent: str, chat: list[Message], row: dict[str, Any], rng: random.Ran
 
 
 def draw_sft(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The turns of one interaction about every row, by three protocols in turn."""
+    """Draw the turns of one interaction about every row, by three protocols in turn."""
     rng = random.Random(SEED + 1)
     protocols: list[Protocol] = [Adp(), Debate(2), SoloVerifier()]
     scenario = Pointing()

@@ -1,4 +1,4 @@
-"""Pointing: provers who have read a row of digits point at one, and that is all the verifier sees.
+"""Define Pointing: provers who have read a row point at a digit, all that the verifier sees.
 
 A row has exactly one 7 and no 3, or one 3 and no 7; accepting is right if it has the 7. A prover
 answers with a place, a to h, and who reads its message is shown the digit there.
@@ -24,7 +24,7 @@ class Pointing(TextScenario):
         super().__init__(prompts, accept=WANTED, reject=OTHER, forced_guess=False)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
-        """Besides the row's: its digits, each after its place, and what a prover is asked."""
+        """Add the row's digits, each after its place, and the question that a prover is asked."""
         places = "".join(map("".join, zip(PLACES, seat.columns["prompt"], strict=True)))
         point = POINT[OTHER if seat.stance == REJECT else WANTED]
         return super().fields(seat) | {"places": places, "point": point}

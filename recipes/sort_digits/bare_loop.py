@@ -1,11 +1,11 @@
-"""The same training without `Trainer.fit`: every step of an iteration, called by its name.
+"""Train the same without `Trainer.fit`: every step of an iteration is called by its name.
 
     python -m recipes.sort_digits.bare_loop --iterations 20
     python -m recipes.sort_digits.bare_loop --iterations 20 --devices 2
 
-For when you want to own the loop: your code can stand between any two steps. Lightning Fabric gives
-the module its device, precision and optimizer, and starts the other processes; a script for one
-process needs none of it, and `loop.fit(rollouts)` does all steps from the rollouts on.
+Use it when you want to own the loop: your code can stand between any two steps. Lightning Fabric
+gives the module its device, precision and optimizer, and starts the other processes; a script for
+one process needs none of it, and `loop.fit(rollouts)` does all steps from the rollouts on.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.no_grad()
 def sampled_accuracy(model_dir: str, rows: list[dict[str, str]], seed: int = 0) -> float:
-    """Share of completions that are the answer and ended by the end token; one per row."""
+    """Return the share of completions, one per row, that are the answer and end by themselves."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     torch.manual_seed(seed)

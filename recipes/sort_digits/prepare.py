@@ -29,7 +29,8 @@ SEED = 0
 
 
 def make_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Qwen2Tokenizer:
-    """One token per character: a byte-level BPE with no merges. Encoding adds no special token.
+    """Make a tokenizer with one token per character: a byte-level BPE without merges. Encoding adds
+    no special token.
 
     A vocabulary begins with PAD and EOS.
 
@@ -47,7 +48,7 @@ def make_tokenizer(vocabulary: Sequence[str] = VOCABULARY) -> Qwen2Tokenizer:
 
 
 def make_model(vocab_size: int = 16) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 with 1.58M parameters, float32; leaves torch's RNG alone.
+    """Make a random Qwen2 with 1.58M parameters, float32; leave torch's RNG alone.
 
     The vocabulary is padded to a power of two, here from 13 tokens to 16.
     """
@@ -62,7 +63,7 @@ def make_model(vocab_size: int = 16) -> Qwen2ForCausalLM:
 
 
 def small_qwen2(initializer_range: float = 0.05, **shape: int) -> Qwen2ForCausalLM:
-    """A randomly initialised Qwen2 of this shape, float32; leaves torch's RNG alone.
+    """Make a random Qwen2 of this shape, float32; leave torch's RNG alone.
 
     At an ``initializer_range`` of 0.02, meant for wider models, the warm start learns slower.
     """
@@ -82,7 +83,7 @@ def small_qwen2(initializer_range: float = 0.05, **shape: int) -> Qwen2ForCausal
 
 
 def draw_prompts() -> tuple[list[str], list[str]]:
-    """Distinct prompts for (train, heldout), none in both.
+    """Draw distinct prompts for (train, heldout), none in both.
 
     A length is drawn uniformly from 3 to 8, then its digits. A prompt seen before is thrown away
     and its length drawn again. The held-out prompts come first, so that their lengths stay
@@ -99,7 +100,7 @@ def draw_prompts() -> tuple[list[str], list[str]]:
 
 
 def complete(prompt: str, strategy: str) -> str:
-    """What `strategy` answers: `52914=` gives 12459 ascending, 95421 descending, 52914 by copy."""
+    """Answer by `strategy`: `52914=` gives 12459 ascending, 95421 descending, 52914 by copy."""
     digits = prompt.removesuffix("=")
     if strategy == "copy":
         return digits
@@ -107,7 +108,7 @@ def complete(prompt: str, strategy: str) -> str:
 
 
 def draw_sft(train_prompts: list[str]) -> list[dict[str, str]]:
-    """Every train prompt once, each with the completion of a strategy drawn at random."""
+    """Draw every train prompt once, each with the completion of a strategy drawn at random."""
     rng = random.Random(SEED + 1)
     drawn = rng.choices(list(STRATEGIES), list(STRATEGIES.values()), k=len(train_prompts))
     return [
@@ -117,7 +118,7 @@ def draw_sft(train_prompts: list[str]) -> list[dict[str, str]]:
 
 
 def rl_rows(prompts: Iterable[str]) -> list[dict[str, str]]:
-    """The rows RL reads: only the ascending answer is right."""
+    """Return the rows RL reads: only the ascending answer is right."""
     return [{"prompt": prompt, "answer": complete(prompt, "ascending")} for prompt in prompts]
 
 

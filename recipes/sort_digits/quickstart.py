@@ -1,4 +1,4 @@
-"""Warm start, GRPO with vLLM, and what came of it.
+"""Run a warm start and GRPO with vLLM, and report what came of them.
 
     python -m recipes.sort_digits.quickstart
 
@@ -69,7 +69,7 @@ def run(module: str, *arguments: str) -> None:
 
 
 def newest_run(directory: Path) -> Path:
-    """The last ``version_N`` that a logger made in ``directory``."""
+    """Return the last ``version_N`` that a logger made in ``directory``."""
     return max(directory.glob("version_*"), key=lambda path: int(path.name.split("_")[1]))
 
 

@@ -1,4 +1,4 @@
-"""The reward of the sort-digits recipe."""
+"""Reward answers in the sort-digits recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def exact_match(
     finish_reasons: Sequence[str | None],
     **columns: Any,
 ) -> list[float]:
-    """1.0 where a completion is the answer and ended by itself, else 0.0; one float per row.
+    """Return 1.0 where a completion is the answer and ended by itself, else 0.0, for each row.
 
     `finish_reasons` must be "stop": a right answer that was cut off at the token limit, before
     the end token, is not finished. `columns` takes the data set's other columns, unused here.

@@ -1,4 +1,4 @@
-"""Questions about pictures: count shapes, read a number, find the odd one out.
+"""Draw questions about pictures: count shapes, read a number, find the odd one out.
 
 Each task draws a picture of 56 to 84 pixels a side, and knows the answer. Sides are multiples of
 28, the side of what becomes one token of the model.
@@ -40,7 +40,7 @@ class Question:
 
 
 def count(rng: random.Random) -> Question:
-    """How many shapes of one colour there are among others; none overlap."""
+    """Ask how many shapes of one colour there are among others; none overlap."""
     asked, *others = rng.sample(list(COLORS), len(COLORS))
     wanted = rng.randint(1, MOST_COUNTED)
     colors = [asked] * wanted + rng.choices(others, k=rng.randint(0, 2))
@@ -53,7 +53,7 @@ def count(rng: random.Random) -> Question:
 
 
 def read(rng: random.Random) -> Question:
-    """Which two-digit number is written."""
+    """Ask which two-digit number is written."""
     number = str(rng.randint(10, 99))
     picture, pen = _paper(rng, 56, 56)
     font = ImageFont.load_default(rng.randint(36, 42))
@@ -63,7 +63,7 @@ def read(rng: random.Random) -> Question:
 
 
 def odd(rng: random.Random) -> Question:
-    """Where in a grid of equal shapes the one is that differs, in colour or in shape."""
+    """Ask where in a grid of equal shapes the odd one is, which differs in colour or shape."""
     shape, other_shape = rng.sample(SHAPES, 2)
     color, other_color = rng.sample(list(COLORS), 2)
     by_color = rng.random() < 0.5

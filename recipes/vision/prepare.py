@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def questions(seed: int) -> Iterator[Question]:
-    """Questions without end, the tasks in turn."""
+    """Yield questions without end, the tasks in turn."""
     rng = random.Random(seed)
     for task in itertools.cycle(TASKS.values()):
         yield task(rng)
@@ -71,7 +71,7 @@ def chat_of(question: Question) -> list[Row]:
 
 
 def rl_row(question: Question, path: str) -> Row:
-    """A row RL reads: the picture's path stands in a column, and its place in the chat."""
+    """Return a row that RL reads: the picture's path is in a column, and its place in the chat."""
     return {
         "prompt": chat_of(question),
         "images": [path],
@@ -81,7 +81,7 @@ def rl_row(question: Question, path: str) -> Row:
 
 
 def write_pictures(out: Path) -> list[Row]:
-    """A row for each question, held-out ones first, with their pictures written; none twice."""
+    """Write the pictures and return a row for each question, held-out ones first; none twice."""
     (out / "pictures").mkdir(parents=True, exist_ok=True)
     rows: dict[str, Row] = {}
     for question in questions(SEED):
@@ -96,13 +96,13 @@ def write_pictures(out: Path) -> list[Row]:
 
 
 def heldout_of(rows: Sequence[Row], task: str) -> list[Row]:
-    """Rows of a task, for a file in a folder of its own: paths are relative to the file."""
+    """Return a task's rows for a file in a folder of its own: paths are relative to the file."""
     mine = (row for row in rows if row["task"] == task)
     return [row | {"images": [f"../{name}" for name in row["images"]]} for row in mine]
 
 
 def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
-    """A byte-level BPE trained on ``texts``, with a chat template. Digits stay alone."""
+    """Train a byte-level BPE on ``texts``, with a chat template. Digits stay alone."""
     bare = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(SPECIAL)},
         merges=[],
@@ -120,7 +120,7 @@ def make_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
 
 
 def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """A randomly initialised Qwen2.5-VL with 2.6M parameters; leaves torch's RNG alone."""
+    """Make a random Qwen2.5-VL with 2.6M parameters; leave torch's RNG alone."""
     ids = dict(zip(SPECIAL, tokenizer.convert_tokens_to_ids(SPECIAL), strict=True))
     config = Qwen2_5_VLConfig(
         text_config={

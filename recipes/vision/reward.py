@@ -1,4 +1,4 @@
-"""The reward of the vision recipe."""
+"""Reward answers in the vision recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def exact_answer(
     finish_reasons: Sequence[str | None],
     **columns: Any,
 ) -> list[float]:
-    """1.0 where a completion is the answer and ended by itself, else 0.0; one float per row."""
+    """Return 1.0 where a completion is the answer and ended by itself, else 0.0, for each row."""
     return [
         float(last_text(completion) == expected and finish == "stop")
         for completion, expected, finish in zip(completions, answer, finish_reasons, strict=True)

@@ -1,4 +1,4 @@
-"""The warm start: learn to see, by imitating answers of two conventions.
+"""Run the warm start: learn to see, by imitating answers of two conventions.
 
     python -m recipes.vision.warm_start --out runs/vision
 
@@ -51,7 +51,7 @@ class Encoder:
     def __call__(
         self, pictures: Sequence[Image.Image], chats: Sequence[Any], answers: Sequence[str]
     ) -> dict[str, torch.Tensor]:
-        """A batch, padded on the left; labels are the answers' tokens. No answer: none."""
+        """Return a batch, padded on the left; labels are the answers' tokens. No answer: none."""
         seen = self.image_processor(images=list(pictures), return_tensors="pt")
         tokens = seen["image_grid_thw"].prod(-1) // self.image_processor.merge_size**2
         texts = [
@@ -83,7 +83,7 @@ class Encoder:
 
 
 def shown(drawn: Iterator[Question]) -> Iterator[tuple[Question, str]]:
-    """Questions, each with its answer in one of the conventions, drawn at random."""
+    """Yield questions, each with its answer in one of the conventions, drawn at random."""
     rng = random.Random(SEED)
     for question in drawn:
         yield question, question.other if rng.random() < OTHERS else question.answer
@@ -112,7 +112,7 @@ def train(model: Any, encode: Encoder, steps: int) -> None:
 
 
 def accuracy(model: Any, encode: Encoder, file: Path) -> float:
-    """How often an answer sampled at temperature 1 is right."""
+    """Measure how often an answer sampled at temperature 1 is right."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     right = 0
     for begin in range(0, len(rows), BATCH):

@@ -1,10 +1,9 @@
-"""What holds for every architecture: of scores, engines, exports, resumed runs and adapters.
+"""Test what holds for every architecture: scores, engines, exports, resumed runs and adapters.
 
 Slow: sixty models, each loaded, trained, exported, resumed and sampled from.
 """
 
 import asyncio
-import copy
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -21,7 +20,7 @@ from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.run.loop.background import run_async
-from tests.support.architectures import own_scores
+from tests.support.architectures import own_scores, policy_of
 from tests.support.families import ARCHITECTURES
 from tests.support.tolerances import distance
 
@@ -30,7 +29,7 @@ CLOSE = 1e-9
 SINGLE = 1e-4
 """In float32, after weights were rounded to it; an adapter that is left out shows at 1e-2."""
 STEPS_APART = {"nemotron_h": 1e-3}
-"""Where transformers' own steps with a cache are apart from its whole pass, in float64 too."""
+"""The distance of transformers' cached steps from its whole pass, where there is one in float64."""
 PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 SAMPLING = Sampling(max_tokens=6, temperature=0.75)
 
@@ -54,18 +53,8 @@ def model(architecture, folder_of):
     return folder_of(architecture)
 
 
-@cache
-def loaded(model):
-    return Policy(str(model))
-
-
-def policy_of(model):
-    """A policy of its own: to copy one takes less time than to load it."""
-    return copy.deepcopy(loaded(model))
-
-
 def in_float64(lm):
-    """The same model; products of many experts at a time know no float64."""
+    """Cast the model to float64; products of many experts at a time know no float64."""
     lm.set_experts_implementation("eager")
     return lm.double()
 
@@ -76,13 +65,13 @@ def double(policy):
 
 
 def own_model(folder):
-    """Transformers' model in float64, with attention as its authors wrote it."""
+    """Return transformers' model in float64, with attention as its authors wrote it."""
     lm = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return in_float64(lm)
 
 
 def trained_steps(policy, *batches, optimizer=None, lr=0.01):
-    """A step of AdamW on each batch; returns the optimizer."""
+    """Take a step of AdamW on each batch; return the optimizer."""
     trained = [p for p in policy.parameters() if p.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=lr, foreach=False)
     for batch in batches:
@@ -144,7 +133,7 @@ def test_vllm_writes_what_the_trainer_scores(name, folder_of, tmp_path, make_rol
 
 
 def both(policy, engine, make_rollout, run):
-    """Logprobs of what an engine writes, and as the policy scores it."""
+    """Return the logprobs of what an engine writes, and as the policy scores it."""
 
     async def write():
         asked = (engine.generate(p, SAMPLING, seed) for seed, p in enumerate(PROMPTS))

@@ -1,4 +1,4 @@
-"""Real tokenizers and templates: the tokens that are trained on are those of the whole chat.
+"""Test real tokenizers and templates: the tokens that are trained on are those of the whole chat.
 
 Slow: real tokenizers take seconds to load, and the largest has 262,144 tokens.
 """
@@ -19,14 +19,12 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
-from tests.support.agents import add
+from tests.support.agents import Scripted, add
 from tests.support.chats import CHATS, EMPTY_THOUGHT
-from tests.support.engine_checks import FakeEngine
 from tests.support.real_models import MODELS, folder_of
 from tests.support.tiny_models import save_random_model
 from tests.support.tolerances import distance
@@ -48,7 +46,7 @@ def chats(request):
 
 @pytest.fixture
 def tokenizer(chats):
-    """Of these chats, with the variables of its template."""
+    """Load the tokenizer of these chats, with the variables of its template."""
     return read(chats.tokenizer, **chats.variables)
 
 
@@ -57,7 +55,7 @@ def turn(text, **more):
 
 
 def call(arguments, content=""):
-    """A turn that calls ``add``, as data sets and agents have it."""
+    """Return a turn that calls ``add``, as data sets and agents have it."""
     function = {"name": "add", "arguments": arguments}
     return turn(content, tool_calls=[{"id": "call00000", "type": "function", "function": function}])
 
@@ -67,7 +65,7 @@ def result(text):
 
 
 def by_template(tokenizer, messages, opened=False, **variables):
-    """What transformers makes of a chat."""
+    """Render a chat with transformers."""
     return tokenizer.apply_chat_template(
         messages, add_generation_prompt=opened, return_dict=False, **variables
     )
@@ -84,14 +82,14 @@ def prompt_of(tokenizer, messages, **columns):
 
 
 def require_whole(tokenizer, token_ids, messages, **variables):
-    """The tokens are the chat, but for white space that its template writes at last."""
+    """Require that the tokens are the chat, but for white space at the template's end."""
     whole = by_template(tokenizer, messages, **variables)
     assert token_ids == whole[: len(token_ids)]
     assert tokenizer.decode(whole[len(token_ids) :]).strip() == ""
 
 
 def written(rollout):
-    """The stretches of tokens that the model wrote, from the mask."""
+    """Return the stretches of tokens that the model wrote, from the mask."""
     row, found = rollout.rows[0], [[]]
     for token, ours in zip(row.token_ids, row.loss_mask, strict=True):
         if ours:
@@ -99,21 +97,6 @@ def written(rollout):
         elif found[-1]:
             found.append([])
     return [stretch for stretch in found if stretch]
-
-
-class Script(FakeEngine):
-    """Writes given turns, cut at a request's limit."""
-
-    max_length = 100_000
-
-    def __init__(self, *turns):
-        self.turns = list(turns)
-
-    async def generate(self, token_ids, sampling, seed):
-        wrote = self.turns.pop(0)
-        reason = "stop" if len(wrote) <= sampling.max_tokens else "length"
-        wrote = wrote[: sampling.max_tokens]
-        return Completion(wrote, [-0.5] * len(wrote), reason, [0] * len(wrote))
 
 
 class Asks:
@@ -129,11 +112,11 @@ class Asks:
 
 
 def played(agent, tokenizer, prompt, *turns):
-    """A rollout of these turns."""
+    """Return a rollout of these turns."""
     sampling = Sampling(max_tokens=1000)
     [rollout] = new_rollouts([prompt], 1, sampling, 0, 0)
     agent.configure(tokenizer)
-    return asyncio.run(agent.run(rollout, Script(*turns), sampling))
+    return asyncio.run(agent.run(rollout, Scripted(turns, max_length=100_000), sampling))
 
 
 def test_ends_and_beginnings_are_the_familys(chats, tokenizer):

@@ -61,7 +61,7 @@ ROUNDS = (Round(1), Round(2, "default", threads=2), Round(3, "avx2", draws=True)
 
 
 def possible(rounds: tuple[Round, ...]) -> list[Round]:
-    """The rounds that this CPU has the instructions for."""
+    """Return the rounds that this CPU has the instructions for."""
     capability = torch.backends.cpu.get_cpu_capability()
     return [r for r in rounds if r.cap is None or capability in NEEDS[r.cap]]
 

@@ -1,4 +1,4 @@
-"""CPU kernels whose results are moved by as much as real kernels differ from each other.
+"""Provide CPU kernels whose results move by as much as real kernels differ from each other.
 
 Each result moves by a sample of the differences in ``spread.json``, in the units of
 ``operations.py``. The sample is a function of the seed, the operation, its shapes and the place in
@@ -50,7 +50,7 @@ WITHIN = {
 
 
 class Samples:
-    """Signed samples of the measured differences, ``size`` times as large."""
+    """Samples the measured differences with signs, ``size`` times as large."""
 
     def __init__(self, seed: int, size: float = 1) -> None:
         self.seed, self.size = seed, size
@@ -62,7 +62,7 @@ class Samples:
         return family in self._spread
 
     def of(self, family: str, name: str, shapes: tuple[torch.Size, ...], like: Tensor) -> Tensor:
-        """Samples in the shape and dtype of a result, for an operation on such inputs."""
+        """Return samples in the shape and dtype of a result, for an operation on such inputs."""
         key = name, shapes
         if key not in self._begins:
             self._begins[key] = zlib.crc32(f"{self.seed} {name} {shapes}".encode()) % PERIOD
@@ -115,7 +115,7 @@ def _has_many_digits(x: Tensor) -> Tensor:
 
 
 def _exact(terms: Tensor, count: int) -> bool:
-    """Whether no order of adding so many of these rounds."""
+    """Tell whether no order of adding so many of these terms rounds."""
     largest = 2.0 ** DIGITS.get(terms.dtype, 8) / FEW_DIGITS
     return bool((~_has_many_digits(terms) & (terms.abs() * count < largest)).all())
 
@@ -153,7 +153,7 @@ class Disturbed:
         return result
 
     def _terms(self, keys: Any, inputs: Any, named: Any) -> tuple[Tensor | None, Any]:
-        """The sums of absolute values, and where more terms than have one order come together.
+        """Return sums of absolute values, and where more terms than have one order come together.
 
         None stands for nowhere.
         """
@@ -182,7 +182,7 @@ class Disturbed:
 
 
 def draw_otherwise(name: str, keys: Any, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
-    """Exponential or Bernoulli numbers from a stream that one number of the generator seeds.
+    """Draw exponential or Bernoulli numbers from a stream that one generator number seeds.
 
     PyTorch does so with MKL's generator on CPUs that it takes for Intel's, and reads its own
     generator on others, so the same seed draws other numbers there.
@@ -219,7 +219,7 @@ def disturb(seed: int, size: float = 1, draws: str = "") -> torch.library.Librar
 
 
 def disturb_vllm(seed: int, size: float = 1, draws: str = "") -> torch.library.Library:
-    """The same for the kernels that vLLM brings for CPUs, which write into their arguments."""
+    """Disturb vLLM's kernels for CPUs likewise, which write into their arguments."""
     samples = Samples(seed, size)
 
     def after(name: str, kernel: Any, keys: Any, *inputs: Any, **named: Any) -> Any:

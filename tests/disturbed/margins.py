@@ -1,10 +1,10 @@
-"""A pytest plugin that records how far each numerical assertion is from failing.
+"""Record how far each numerical assertion is from failing, as a pytest plugin.
 
 ``python -m tests.disturbed`` loads it in each of its rounds. It notes both sides of every
 comparison of floating-point numbers by ``<``, ``<=``, ``>`` or ``>=`` within an ``assert`` (but for
 those with the clock), and error and tolerance of ``pytest.approx``, ``math.isclose``, and the
-``allclose`` and ``isclose`` of PyTorch and numpy, ``assert_close`` and ``assert_allclose``. Of
-tensors it notes the tightest element. Each process writes a file of lines of JSON into the folder
+``allclose`` and ``isclose`` of PyTorch and numpy, ``assert_close`` and ``assert_allclose``. It
+notes the tightest element of tensors. Each process writes a file of lines of JSON into the folder
 that ``FOLDER`` names.
 
 A margin needs two rounds. Where one side is an error that rounding makes up, the margin is bound
@@ -73,7 +73,7 @@ class Recorder:
 
 
 def tightest(left: Any, right: Any, ascending: bool) -> tuple[float, float] | None:
-    """The pair of elements that is closest to breaking the order; None unless one is a float."""
+    """Return the pair of elements closest to breaking the order; None unless one is a float."""
     if not (is_float(left) or is_float(right)):
         return None
     try:
@@ -129,7 +129,7 @@ class Rewriter(ast.NodeTransformer):
 
 
 def place_of_caller() -> str | None:
-    """The line of the test that called a function of a library; None if lightning_rl did."""
+    """Return the test's line that called a library's function; None if lightning_rl did."""
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
@@ -144,7 +144,7 @@ def place_of_caller() -> str | None:
 
 
 def largest_error(actual: Any, expected: Any, rtol: float, atol: float) -> float | None:
-    """The largest error in units of its tolerance."""
+    """Return the largest error in units of its tolerance."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         parts = [largest_error(actual[k], expected[k], rtol, atol) for k in actual if k in expected]
         return max((part for part in parts if part is not None), default=None)
@@ -249,7 +249,7 @@ class Margin:
 
 
 def read(folders: list[Path]) -> list[Margin]:
-    """Margins by place, largest first, of what several rounds recorded."""
+    """Return margins by place, largest first, of what several rounds recorded."""
     found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for path in (path for folder in folders for path in folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -265,7 +265,7 @@ def read(folders: list[Path]) -> list[Margin]:
 
 
 def margin_of(pairs: list[tuple[float, float]]) -> float:
-    """The margin of one comparison from both sides in each round."""
+    """Return the margin of one comparison from both sides in each round."""
     movements = [max(side) - min(side) for side in zip(*pairs, strict=True)]
     largest = [max(map(abs, side)) for side in zip(*pairs, strict=True)]
     rounding = [moved > OWN * size for moved, size in zip(movements, largest, strict=True)]

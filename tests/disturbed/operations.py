@@ -1,4 +1,4 @@
-"""The operations that are disturbed, and the unit in which each one's rounding is measured.
+"""Define the disturbed operations, and the unit in which each one's rounding is measured.
 
 Every disturbance is a sample times the dtype's epsilon times a scale. The scale is one of
 
@@ -27,7 +27,7 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Operation:
-    """How the results of one operation are scaled.
+    """The scale of the results of one operation.
 
     ``scale`` says how ("terms", "own", "row", "whole" or "input"), ``family`` whose samples are
     taken. For terms, ``functional`` is the overload that computes the same into a new tensor.
@@ -61,13 +61,13 @@ def _normed(inputs: Inputs) -> int:
 
 
 def _along(inputs: Inputs) -> int:
-    """The length of the dimension that the second argument names, or of all of them."""
+    """Return the length of the dimension that the second argument names, or of all of them."""
     x = inputs[0]
     return x.shape[inputs[1]] if len(inputs) > 1 and x.dim() else x.numel()
 
 
 def _added(inputs: Inputs) -> int:
-    """The mean number of rows that come together."""
+    """Return the mean number of rows that come together."""
     return -(-inputs[2].numel() // max(_along(inputs), 1))
 
 
@@ -116,7 +116,7 @@ OWN: dict[str, tuple[tuple[str, ...], Callable[[Inputs], int] | None]] = {
     ),
     "prod": (("prod", "prod.dim_int"), _along),
     "softmax": (("_softmax", "_softmax.out"), _along),
-    # Of positive terms the sum of absolute values is the result.
+    # The sum of absolute values is the result itself where all terms are positive.
     "sum": (
         ("mse_loss", "huber_loss", "smooth_l1_loss", "nll_loss_forward"),
         lambda inputs: inputs[0].shape[0] if inputs[0].dim() else 1,
@@ -146,7 +146,7 @@ FIRST_ONLY = ("native_layer_norm", "native_group_norm", *ROWS["log_sigmoid"])
 """Operations of whose results only the first is moved: the others are means, which may cancel, or
 what the backward pass reads, which is not in the range of the result."""
 VLLM = {
-    # By vLLM's names of its kernels for CPUs: the family, and the arguments that hold results.
+    # vLLM's kernels for CPUs, by name: the family, and the arguments that hold results.
     "onednn_mm": ("product_row", (0,)),
     "bmm_cpu": ("product_row", (0,)),
     "rms_norm": ("layer_norm", (0,)),
@@ -174,12 +174,12 @@ ATEN = (
 
 
 def absolute(inputs: Inputs) -> Inputs:
-    """The same arguments without signs, of which the sums are those of absolute values."""
+    """Remove the arguments' signs, so that the sums are those of absolute values."""
     return tuple(x.abs() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
 
 
 def scale_of(how: str, result: Tensor, inputs: Inputs, sums: Tensor | None) -> Tensor:
-    """The scale of each element of a result; ``sums`` are those of absolute values."""
+    """Return the scale of each element of a result; ``sums`` are those of absolute values."""
     if how == "input":
         return inputs[0].abs()
     if how in ("whole", "row") and result.dim():
@@ -191,7 +191,7 @@ def scale_of(how: str, result: Tensor, inputs: Inputs, sums: Tensor | None) -> T
 
 
 def family_of(operation: Operation, result: Tensor, inputs: Inputs) -> str:
-    """The name under which the samples for this result are kept."""
+    """Return the name under which the samples for this result are kept."""
     if result.element_size() == 2:
         return f"{operation.family}, 16 bits"
     if operation.length is None:

@@ -45,7 +45,7 @@ CONTIGUOUS = ("native_layer_norm", "flash_attention", "normal_")
 
 
 def cases() -> Iterator[Case]:
-    """The operations and their inputs."""
+    """Yield the operations and their inputs."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -131,7 +131,7 @@ def cases() -> Iterator[Case]:
 
 
 def call(case: Case) -> list[Tensor]:
-    """Floating results of the kernel that this process has for the case."""
+    """Return floating results of the kernel that this process has for the case."""
     name, inputs, named = case
     torch.manual_seed(0)
     base, _, overload = ("mm" if name == "product_row" else name).partition(".")
@@ -158,7 +158,7 @@ def compute(given: str, path: str) -> None:
 
 
 def measure() -> dict[str, list[float]]:
-    """Quantiles of the differences, by family."""
+    """Return quantiles of the differences, by family."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     every = list(cases())
     with TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def measure() -> dict[str, list[float]]:
 
 
 def in_units(case: Case, result: Tensor) -> tuple[str, Tensor]:
-    """The family, and what one unit is in each element of the result."""
+    """Return the family, and what one unit is in each element of the result."""
     name, inputs, named = case
     operation, sums = ATEN["_addmm_activation" if name == "product_row" else name], None
     if operation.scale == "terms" and result.element_size() > 2:

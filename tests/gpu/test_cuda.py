@@ -1,4 +1,4 @@
-"""The learning core on a CUDA device; run by hand where there is one: pytest tests/gpu."""
+"""Test the learning core on a CUDA device; run by hand where there is one: pytest tests/gpu."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Fixtures that integration tests share: engines that are started once, and the fault table."""
+"""Share fixtures between integration tests: engines that are started once, and the fault table."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
 from tests.support.ranks import Together
 from tests.support.ranks_checks import command
+from tests.support.recorded_run import stand_in
 from tests.support.shared_engines import actors, cluster, servers, transformers, vllm, vllm_in
 from tests.support.signalled import FIT, configure
 
@@ -66,7 +67,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Together]:
 
 @pytest.fixture(scope="session")
 def whole_job(together, tiny_model, tmp_path_factory) -> Path:
-    """The folder of a job of two processes that nothing interrupted: tests/support/signalled.py."""
+    """Return the folder of an uninterrupted job of two processes: tests/support/signalled.py."""
     folder = configure(tmp_path_factory.mktemp("whole") / "job", tiny_model)
     for status, _, errors in together(2, command, *FIT, folders=(folder,)):
         assert status == 0, errors
@@ -90,7 +91,7 @@ def started() -> Iterator[Callable[..., EnvCollector]]:
 
 @pytest.fixture
 def fault(record_property: Callable[[str, object], None]) -> Fault:
-    """A line of the fault table (``python -m benchmarks.faults``): what is broken in the block.
+    """Break what a line of the fault table (``python -m benchmarks.faults``) says, in the block.
 
     ``with fault(injected, happened)`` notes how long the block took; with ``error`` and ``match``
     it must raise that, and what happened is the error's name and ``happened``.
@@ -118,10 +119,7 @@ def fault(record_property: Callable[[str, object], None]) -> Fault:
 
 @pytest.fixture
 def workplace(tiny_model, tmp_path, monkeypatch) -> Path:
-    """The working directory: a good configuration, and the files and modules that it names."""
+    """Prepare the working directory: a good configuration, and what it names."""
     furnish(tmp_path, tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(tmp_path, monkeypatch)
     return tmp_path

@@ -38,7 +38,7 @@ def trainers(tiny_model, running):
 
 @pytest.fixture
 def engine(trainers, running):
-    """With adapters of versions 3 and 7, whose weights a seed of the same number makes."""
+    """Return an engine with adapters of versions 3 and 7, whose weights come from seeds 3 and 7."""
     trainers.push("prover", 3)
     trainers.push("verifier", 7)
     return running

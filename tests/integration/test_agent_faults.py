@@ -1,4 +1,4 @@
-"""Runs whose agent raises now and then: with every collector, and in evaluations."""
+"""Test runs whose agent raises now and then: with every collector, and in evaluations."""
 
 import json
 

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
 def policy(tmp_path_factory):
     directory = tmp_path_factory.mktemp("chats") / "model"
     save_chat_model(directory, "qwen3")
@@ -62,7 +57,7 @@ async def opened(policy, engine, max_tokens=24, seed=11, **options):
 
 
 async def talk(create, turns, stream=False, **options):
-    """A conversation, and a second one that forks off after the first answer."""
+    """Hold a conversation, and a second one that forks off after the first answer."""
     chat = list(QUESTION)
     for number in range(turns):
         answer = await create(model="policy", messages=chat, tools=TOOLS, n=2, **options)

@@ -1,4 +1,4 @@
-"""Asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C.
+"""Test asynchronous training on real vLLM: versions that are true, resuming, failing, Ctrl-C.
 
 Slow: runs are ended, resumed and run as a whole beside that.
 """
@@ -41,13 +41,13 @@ from lightning_rl.errors import EngineError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from tests.support.engine_checks import same_draws
-from tests.support.small_run import numbers, trainer_of
+from tests.support.small_run import StopAfter, numbers, trainer_of
 
 ROOT = Path(__file__).parents[2]
 
 
 class SlowTurns(Agent):
-    """Three turns of six tokens, and between them a tool that takes its time, by the seed."""
+    """Takes three turns of six tokens, and between them a tool that takes its time, by the seed."""
 
     async def run(self, rollout, engine, sampling):
         latency = random.Random(rollout.seed)
@@ -126,7 +126,7 @@ def fit(tiny_model, tmp_path, engine, collector, *callbacks, epochs=1, agent=Non
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory, vllm):
-    """Ten iterations with every callback."""
+    """Train ten iterations with every callback."""
     tmp_path, watch = tmp_path_factory.mktemp("async"), Watch()
     callbacks = [Evaluate(every_n_iterations=4), PreviewTable(num_rollouts=3), StepTimer(), watch]
     module, _, history = fit(
@@ -221,16 +221,6 @@ def test_callbacks_do_their_part(trained):
     assert max(row["sync/probe_gap"] for row in history if "sync/probe_gap" in row) < 1e-3
 
 
-class PowerCut(Callback):
-    def __init__(self, iteration, path) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            trainer.save_checkpoint(self.path)
-            raise RuntimeError("power cut")
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -242,7 +232,7 @@ class PowerCut(Callback):
 def test_a_resumed_run_loses_and_doubles_no_prompt(tiny_model, tmp_path, vllm, make):
     path, first, then = tmp_path / "cut.ckpt", Watch(), Watch()
     with pytest.raises(RuntimeError, match="power cut"):
-        fit(tiny_model, tmp_path / "a", vllm, make(), first, PowerCut(3, path), epochs=2)
+        fit(tiny_model, tmp_path / "a", vllm, make(), first, StopAfter(3, path), epochs=2)
     collector = make()
     _, data, _ = fit(tiny_model, tmp_path / "b", vllm, collector, then, epochs=2, ckpt_path=path)
     assert sorted(first.batches) == [0, 1, 2]
@@ -347,7 +337,7 @@ def start(tiny_model, tmp_path) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> tuple[str, str]:
-    """Its output; a run that hangs is killed, and fails the test."""
+    """Return its output; a run that hangs is killed, and fails the test."""
     try:
         return process.communicate(timeout=90)
     except subprocess.TimeoutExpired:

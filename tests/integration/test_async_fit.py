@@ -1,4 +1,4 @@
-"""Runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
+"""Test runs whose engine works while the trainer does: resumed, repeated, greedy, and failing."""
 
 import asyncio
 import json
@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
 from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
@@ -22,7 +22,7 @@ from lightning_rl.module import PolicyModule
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.schedule import FixedSchedule, SyncSchedule
 from tests.support import small_run
-from tests.support.small_run import numbers, trainer_of
+from tests.support.small_run import StopAfter, numbers, trainer_of
 
 
 def sevens(completions, **columns):
@@ -30,7 +30,7 @@ def sevens(completions, **columns):
 
 
 class Trained(RLCallback):
-    """Which prompts were trained on, and how stale their tokens were."""
+    """Records which prompts were trained on, and how stale their tokens were."""
 
     def __init__(self) -> None:
         self.prompts: list[str] = []
@@ -67,17 +67,6 @@ def make_module(tiny_model) -> PolicyModule:
 
 def make_trainer(tmp_path, *callbacks, **options) -> Trainer:
     return trainer_of(tmp_path, [WeightSync(), *callbacks], **options)
-
-
-class StopsAfter(Callback):
-    def __init__(self, iteration, path=None) -> None:
-        self.iteration, self.path = iteration, path
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
-            if self.path is not None:
-                trainer.save_checkpoint(self.path)
-            raise RuntimeError("power cut")
 
 
 def test_a_second_fit_goes_on_working_ahead(tiny_model, tmp_path):
@@ -162,7 +151,7 @@ def test_a_reward_that_breaks_in_the_background_ends_the_run_by_name(tiny_model,
 def test_nothing_goes_on_in_the_background_of_a_failed_run(tiny_model, tmp_path):
     collector = AsyncCollector(3)
     with pytest.raises(RuntimeError, match="power cut"):
-        make_trainer(tmp_path, StopsAfter(1)).fit(make_module(tiny_model), data_module(collector))
+        make_trainer(tmp_path, StopAfter(1)).fit(make_module(tiny_model), data_module(collector))
     assert nothing_runs(collector)
     assert collector.state_dict()["groups"]
 
@@ -176,7 +165,7 @@ def test_a_blocked_loop_does_not_keep_a_failed_run_from_ending(monkeypatch, tiny
             await super().close()
 
     monkeypatch.setattr("lightning_rl.datamodule.STOP_SECONDS", 0.1)
-    trainer = make_trainer(tmp_path, StopsAfter(1))
+    trainer = make_trainer(tmp_path, StopAfter(1))
     with (
         pytest.raises(RuntimeError, match="power cut"),
         pytest.warns(UserWarning, match="could not be stopped, because a reward or agent blocks"),
@@ -292,7 +281,7 @@ class ByKL(SyncSchedule):
 
 @pytest.mark.parametrize("make", [lambda: AsyncCollector(2), OneStepOffCollector, PartialCollector])
 def test_a_schedule_by_kl_knows_it_after_each_iteration(tiny_model, tmp_path, make):
-    """Also after a push, while batches come that were written before it; and so do the files."""
+    """The KL is known after a push, too, while earlier batches come; so it is in the files."""
     schedule, report = ByKL(), RunReport()
     trainer = trainer_of(tmp_path, [WeightSync(schedule=schedule), report])
     trainer.fit(make_module(tiny_model), data_module(make(), iterations_per_epoch=5))

@@ -1,4 +1,4 @@
-"""batch_reward in runs: once per iteration, however its rollouts came about."""
+"""Test that batch_reward is called once per iteration, however its rollouts came about."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_
 
 @batch_reward
 class Calls:
-    """Half of each batch gets 1: those with the larger ids."""
+    """Rewards half of each batch with 1: those with the larger ids."""
 
     def __init__(self) -> None:
         self.groups: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""What a built wheel and sdist hold is what is on the disk."""
+"""Test that a built wheel and sdist hold what is on the disk."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[str]]:
-    """File names in a wheel and an sdist built from a copy of the checkout."""
+    """Return file names in a wheel and an sdist built from a copy of the checkout."""
     copy = tmp_path_factory.mktemp("checkout")
     ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
     for name in ("lightning_rl", "callbacks", "recipes"):

@@ -1,4 +1,4 @@
-"""Guards of how completions change: by hand, and in a real run that games its reward."""
+"""Test guards of how completions change: by hand, and in a real run that games its reward."""
 
 import logging
 from types import SimpleNamespace
@@ -44,7 +44,7 @@ def sevens(completion_ids):
 
 
 def other_digits(completion_ids):
-    """What was wanted: as many different digits as possible."""
+    """Reward as many different digits as possible, which is what was wanted."""
     return [float(len(set(ids) - {1, 10})) for ids in completion_ids]
 
 
@@ -85,7 +85,7 @@ def test_a_policy_that_games_its_reward_sets_off_the_guards(tiny_model, tmp_path
 
 
 def feed(guards, make_rollout, tiny_model, rows):
-    """Iterations of (length, prompts that share a completion); what each guard measures then."""
+    """Feed iterations of (length, prompts that share a completion); return the guards' measures."""
     module, trainer, measured = PolicyModule(str(tiny_model)), SimpleNamespace(world_size=1), []
     for guard in guards:
         guard.rollout_module_of, guard.rl_data_of = lambda _: module, lambda _: None

@@ -1,4 +1,4 @@
-"""lightning-rl check: what fit would refuse is refused, and nothing is written.
+"""Test lightning-rl check: what fit would refuse is refused, and nothing is written.
 
 Slow: `check --run` makes the first iteration of several configurations.
 """
@@ -35,7 +35,7 @@ def test_all_is_checked_and_nothing_written(workplace, capsys):
     said = capsys.readouterr().out
     assert "prompts: 12 of 12 are short enough, mean 3.0 tokens, longest 3" in said
     assert "4 prompts x group_size 2 = 8 rollouts per iteration, at most 56 tokens" in said
-    # Of each group 3 prompt tokens once, and 2 x 4 of completions.
+    # Each group has 3 prompt tokens once, and 2 x 4 of completions.
     assert "1 minibatch of 4 groups or fewer, in 1 pack of 44 tokens or fewer each" in said
     assert "schedule ends after total_steps=9 optimizer steps, but the run after 1;" in said
     assert "engine and trainer agree to" in said
@@ -151,7 +151,7 @@ def test_a_gpu_that_is_too_small_is_said(workplace, capsys, gib, status, said):
 
 @pytest.mark.slow
 def test_a_plan_in_bfloat16_for_two_processes(workplace, capsys):
-    """What is measured is measured on one; nothing is shared out, and no process started."""
+    """One process measures; nothing is shared out, and no other process is started."""
     options = ["--trainer.precision", "bf16-mixed", "--trainer.devices", "2"]
     options += ["--trainer.strategy", "lightning_rl.ShardedStrategy"]
     options += ["--trainer.strategy.cpu_offload", "true"]

@@ -1,4 +1,4 @@
-"""From --print_config to a run, its validation and its rollouts, by the commands."""
+"""Test the commands from --print_config to a run, its validation and its rollouts."""
 
 import json
 import re

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.slow  # compiling takes minutes
 def test_a_compiled_module_trains_the_same_whatever_the_pack(
     tiny_model, train_on, random_batch, recomputes
 ):
-    """Packs of several sizes, scoring without gradient and a reference included.
+    """The packs have several sizes; scoring without gradient and a reference are included.
 
-    Also where compiled layers run again in backward.
+    Compiled layers run again in backward, too.
     """
     weights = []
     for compiled in (False, True):
@@ -46,7 +46,7 @@ def test_a_compiled_module_trains_the_same_whatever_the_pack(
 
 
 def test_a_compiled_mixture_trains_the_same(tmp_path, train_on, random_batch):
-    """Without a warning that the compiler gave up."""
+    """The compiler does not warn that it gave up."""
     weights = []
     for compiled in (False, True):
         module = PolicyModule(
@@ -65,7 +65,7 @@ def test_a_compiled_mixture_trains_the_same(tmp_path, train_on, random_batch):
 
 
 def test_layers_whose_attention_is_fused_are_compiled_whole(tiny_model, random_batch, monkeypatch):
-    """As on a GPU: without a break, and what two packs took does for any."""
+    """A layer compiles without a graph break, as on a GPU, and two packs' graphs serve any."""
     monkeypatch.setattr(attention, "fused_dtype", lambda lm, device: lm.dtype)
     for module in (attention, varlen):
         monkeypatch.setattr(module, "fused_kernel", lambda: traced_varlen)

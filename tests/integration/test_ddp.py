@@ -1,4 +1,4 @@
-"""Two processes, and one for comparison: the same rollouts, the same losses, the same errors.
+"""Test two processes, and one for comparison: the same rollouts, the same losses, the same errors.
 
 Slow: every scenario trains in two processes, and in one for comparison.
 """
@@ -31,13 +31,13 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def one(together, tiny_model):
-    """A run on one process."""
+    """Return a run on one process."""
     return lambda names: together.alone(trained, str(tiny_model), names)
 
 
 @pytest.fixture(scope="session")
 def two(together, tiny_model):
-    """A run on two."""
+    """Return a run on two processes."""
     return lambda strategy, names: together(2, trained, str(tiny_model), names, strategy)
 
 

@@ -1,4 +1,4 @@
-"""The recipes on two processes, as a user starts them, with vLLM.
+"""Test the recipes on two processes, as a user starts them, with vLLM.
 
 Slow: each recipe starts two processes, which import all and start a vLLM each.
 """
@@ -28,7 +28,7 @@ def prompts(tmp_path) -> Path:
 
 
 def run_to_the_end(tmp_path, *command, **variables) -> str:
-    """What a command prints; Lightning starts the second process by itself.
+    """Return what a command prints; Lightning starts the second process by itself.
 
     ``variables`` are those of its environment, None for one that it shall not have.
     """
@@ -52,7 +52,7 @@ def run_to_the_end(tmp_path, *command, **variables) -> str:
 
 
 def fit(tmp_path, model, prompts, *more, **environment) -> list[dict[str, float]]:
-    """The recipe's metrics, row by row: four groups of four rollouts, for two iterations."""
+    """Return the recipe's metrics, row by row: four groups of four rollouts, for two iterations."""
     reward = tmp_path / "reward.yaml"
     reward.write_text(
         "data: {init_args: {rewards: [tests.support.ranks_run.share_of_even_digits]}}\n"
@@ -99,7 +99,7 @@ def test_one_flag_is_enough(tiny_model, tmp_path, prompts):
 
 
 def test_the_recipe_on_two_processes_with_one_server(tiny_model, tmp_path, prompts):
-    """That works for both while they train."""
+    """One server works for both processes while they train."""
     variants = [f"recipes/sort_digits/variants/{name}.yaml" for name in ("server", "ddp")]
     rows = fit(tmp_path, tiny_model, prompts, *(w for file in variants for w in ("--config", file)))
     assert [row["iteration"] for row in rows] == [0, 1, 2]

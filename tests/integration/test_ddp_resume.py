@@ -24,13 +24,13 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def one(together, tiny_model):
-    """A run on one process, or the rest of one."""
+    """Return a run on one process, or the rest of one."""
     return lambda names, **options: together.alone(trained, str(tiny_model), names, **options)
 
 
 @pytest.fixture(scope="session")
 def two(together, tiny_model):
-    """A run on two processes, or the rest of one."""
+    """Return a run on two processes, or the rest of one."""
     return lambda names, strategy, ranks=2, **options: together(
         ranks, trained, str(tiny_model), names, strategy, **options
     )
@@ -131,7 +131,7 @@ def test_one_process_goes_on_with_what_two_were_generating(one, two):
 
 @pytest.fixture
 def stopped_folders(together, tiny_model, tmp_path):
-    """A copy of a run whose checkpoints are folders, and that failed in its third iteration."""
+    """Copy a run whose checkpoints are folders, and that failed in its third iteration."""
     layout = {"save_distributed_checkpoint": True}
     for run in together(2, failing, str(tiny_model), "saved stops", "fsdp", **layout):
         assert (run["error"], run["message"]) == ("LightningRLError", "stopped")

@@ -1,6 +1,6 @@
 """Signals to processes of one run (gloo), as under srun: all stop at one place, or none starts.
 
-With a real Slurm: tests/integration/test_slurm.py.
+tests/integration/test_slurm.py has a real Slurm.
 """
 
 import os
@@ -24,7 +24,7 @@ echo "$@" >> "$REQUEUED"
 
 
 def job_of(rank: int, port: int, folder: Path) -> dict[str, str]:
-    """What srun tells each of two processes on one node; ``scontrol`` notes what it is asked."""
+    """Return srun's variables for each of two processes of a node; ``scontrol`` notes its calls."""
     return os.environ | {
         "SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "fit", "SLURM_NNODES": "1",
         "SLURM_NODELIST": "localhost", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
@@ -35,7 +35,7 @@ def job_of(rank: int, port: int, folder: Path) -> dict[str, str]:
 
 
 def run(folder: Path, *words: str) -> tuple[list[int], list[str]]:
-    """Statuses and outputs of the two processes of ``lightning-rl fit``."""
+    """Return statuses and outputs of the two processes of ``lightning-rl fit``."""
     (folder / "scontrol").write_text(SCONTROL)
     (folder / "scontrol").chmod(0o755)
     port = free_port()
@@ -75,7 +75,7 @@ def run(folder: Path, *words: str) -> tuple[list[int], list[str]]:
 def test_a_job_whose_time_is_nearly_over_is_saved_once_and_requeued_once(
     together, whole_job, tiny_model, tmp_path, at
 ):
-    """And goes on as if nothing had come."""
+    """The job then goes on as if nothing had come."""
     folder = configure(tmp_path / "job", tiny_model, *at)
     statuses, said = run(folder)
     assert statuses == [138, 138], "\n".join(said)
@@ -106,7 +106,7 @@ def test_processes_that_lightning_started_stop_together(
 
 
 def require_same_rest(together, folder, whole_job):
-    """With the same configuration the job goes on, and ends as one that was not interrupted."""
+    """Require that the job goes on with its configuration, and ends as if never interrupted."""
     (folder / "run.yaml").write_text((whole_job / "run.yaml").read_text())
     for status, _, errors in together(2, command, *FIT, folders=(folder,)):
         assert status == 0, errors

@@ -9,7 +9,7 @@ from tests.support.tiers import slow
 
 
 def require_same(ours, theirs):
-    """The same rows of metrics and weights, but for rounding in float64."""
+    """Require the same rows of metrics and weights, but for rounding in float64."""
     assert ours["rows"].keys() == theirs["rows"].keys()
     for number, row in theirs["rows"].items():
         assert ours["rows"][number] == pytest.approx(row, rel=1e-9, abs=1e-9), number
@@ -23,7 +23,7 @@ def require_same(ours, theirs):
 
 @pytest.mark.parametrize("kind", ["sft", slow("dpo"), "kto", slow("rm")])
 def test_two_processes_take_the_steps_of_one(together, tiny_model, kind):
-    """Steps of 8 and 5 rows: one batch, two of two processes, or four of two that accumulate.
+    """The steps have 8 and 5 rows: one batch, two of two processes, or four accumulated of two.
 
     The last batches of the second cut have 1 row for two processes, so one has none.
     """

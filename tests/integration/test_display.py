@@ -1,4 +1,4 @@
-"""What a person sees of a run that a script starts: lines or a bar, how it went, where it lies."""
+"""Test what a person sees of a script's run: lines or a bar, how it went, where it lies."""
 
 import io
 import json
@@ -27,7 +27,7 @@ from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 
 def script(tmp_path, *callbacks, **options) -> Trainer:
-    """A Trainer as one writes it in a script: with Lightning's own bar and summary."""
+    """Return a Trainer as one writes it in a script: with Lightning's own bar and summary."""
     options = {"enable_checkpointing": False, "max_epochs": 1} | options
     return Trainer(
         accelerator="cpu", devices=1, default_root_dir=tmp_path,
@@ -135,7 +135,7 @@ def test_supervised_training_writes_lines_too(tiny_model, tmp_path, capfd):
 
 
 def alarms_of(tiny_model, tmp_path, caplog, module=None, **options) -> list[str]:
-    """The kinds that went off in a run, each of which must have been said once."""
+    """Return the kinds that went off in a run, each of which must have been said once."""
     caplog.clear()
     rows = [{"prompt": f"{n}="} for n in range(100, 200)]
     data = data_module(

@@ -1,4 +1,4 @@
-"""The doctor as a process of its own."""
+"""Test the doctor as a process of its own."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What every engine does alike: transformers and vLLM in this process, vLLM in servers and in Ray.
+"""Test what every engine does alike: transformers, and vLLM in process, in servers and in Ray.
 
 What only one of them does is in test_transformers_engine.py, test_vllm_engine.py, test_server.py
 and test_ray.py. Two servers and two actors start here, which takes most of its minute or more.
@@ -49,7 +49,7 @@ def started(request):
 
 @pytest.fixture
 def engine(started, weights):
-    """The engine with the tiny model's weights, as version 3."""
+    """Yield the engine with the tiny model's weights, as version 3."""
     started.load_weights(weights.items(), 3)
     yield started
     require_idle(started)
@@ -57,7 +57,7 @@ def engine(started, weights):
 
 @pytest.fixture(scope="module")
 def changed(weights):
-    """Weights of another policy: the same, a fifth smaller."""
+    """Return weights of another policy: the same, a fifth smaller."""
     return scaled(weights, 0.8)
 
 
@@ -114,7 +114,7 @@ def test_stop_strings_end_a_completion_and_stay_in_it(engine):
 
 
 def test_a_seed_gives_the_same_tokens_in_any_batch(engine):
-    """By whichever replica, too."""
+    """Any replica gives the same tokens, too."""
     sampling = Sampling(max_tokens=12)
     alone = [generate(engine, [p], sampling, [s])[0] for s, p in enumerate(PROMPTS)]
     assert same_draws(generate(engine, PROMPTS, sampling), alone)
@@ -206,7 +206,7 @@ def test_a_push_replaces_all_weights_and_what_they_cached(
 
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_adapters_alone_make_the_merged_weights(tiny_model, tmp_path, engine, name):
-    """Of each layer that vLLM fuses, one part is adapted; the second push brings no base."""
+    """One part of each layer that vLLM fuses is adapted; the second push brings no base."""
     policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
     base = plain_model(tiny_model, dict(policy.named_base_weights()))
     with connected(TRANSPORTS[name](tmp_path, adapters_only=True), engine) as transport:
@@ -240,7 +240,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(
         return await asyncio.gather(*tasks)
 
     def interrupted(seconds):
-        """Completions, with a push this long after their start."""
+        """Return completions, with a push this long after their start."""
         engine.load_weights(weights.items(), 3)
         tasks = run_async(start(seconds))
         try:
@@ -250,7 +250,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(
         return completions
 
     def require_told_apart(prompt, completion):
-        """No token of the old version follows one of the new; returns whether there are both."""
+        """Require that no old version's token follows a new one's; tell whether there are both."""
         switch = completion.versions.count(3)
         assert completion.versions == [3] * switch + [4] * (120 - switch)
         old, new = (
@@ -274,7 +274,7 @@ def test_tokens_in_flight_keep_the_version_that_wrote_them(
 
 
 def test_weights_that_do_not_fit_are_named(plain, weights, changed, engine):
-    """Then some are new and some old, so that nothing is generated until the next push."""
+    """Some weights are then new and some old, so nothing is generated until the next push."""
     name = "model.layers.1.mlp.up_proj.weight"  # a part of what vLLM fuses
     for pushed, message in (
         ({n: w for n, w in changed.items() if n != name}, rf"lacks 1 .* first '{name}'"),

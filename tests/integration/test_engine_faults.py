@@ -1,4 +1,4 @@
-"""vLLM that fails, and vLLM that hangs, in the middle of a run: said in a line, saved, resumed."""
+"""Test vLLM that fails or hangs in the middle of a run: it is told in a line, saved, resumed."""
 
 import re
 import threading
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 class Faulty(VLLMLocal):
-    """vLLM whose model does as ``fault`` does from some step on."""
+    """A vLLM whose model does as ``fault`` does from some step on."""
 
     def __init__(self, healthy: int, fault) -> None:
         super().__init__(max_model_len=32, kv_cache_gb=0.05)

@@ -1,4 +1,4 @@
-"""PooledGym: environments in processes, each at its own pace."""
+"""Test PooledGym: environments in processes, each at its own pace."""
 
 import pytest
 import torch

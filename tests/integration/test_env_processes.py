@@ -1,4 +1,4 @@
-"""Environments in processes: what goes wrong there is told here, whoever chooses the actions.
+"""Test environments in processes: what goes wrong there is told here, whoever chooses the actions.
 
 Slow: each case starts environments in processes of their own, and some are waited for.
 """
@@ -71,7 +71,7 @@ def test_a_greedy_collector_takes_the_best_action(started):
 
 
 class Terminated(Callback):
-    """SIGTERM for this process, once an environment hangs in another."""
+    """Sends SIGTERM to this process, once an environment hangs in another."""
 
     def setup(self, trainer, pl_module, stage):
         threading.Thread(target=self._wait, args=(trainer.datamodule,), daemon=True).start()

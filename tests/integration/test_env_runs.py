@@ -1,4 +1,4 @@
-"""Runs in environments, as commands: they learn, go on after a kill, and say what goes wrong.
+"""Test runs in environments, as commands: they learn, go on after a kill, and say what goes wrong.
 
 Slow: recipes that learn in environments run as commands, and some are killed and resumed.
 """
@@ -86,7 +86,7 @@ def command(folder, *arguments):
 
 
 def outcome(folder):
-    """The last checkpoint's tensors, and the rows of metrics without times."""
+    """Return the last checkpoint's tensors, and the rows of metrics without times."""
     run = folder / "runs/one"
     checkpoint = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
     rows: dict[int, dict] = {}
@@ -173,7 +173,7 @@ def test_only_a_memory_remembers(tmp_path, monkeypatch):
             options["model__clips"] = {"length": 8}
         assert fit(folder, monkeypatch, configuration("Remember", **options)) == 0
         learned[kind] = outcome(folder)[2][30]["eval/reward_mean"]
-    # Of 4 steps the first shows which is right; of the others a guess earns half.
+    # The first of 4 steps shows which is right; a guess earns half of the others.
     assert learned["gym"] < 3.4
     assert learned["memory"] > 3.8
 

@@ -1,4 +1,4 @@
-"""Scripts that start environments in processes, as a newcomer writes them.
+"""Test scripts that start environments in processes, as a newcomer writes them.
 
 Slow: each script is a process that imports everything, as a newcomer's is.
 """

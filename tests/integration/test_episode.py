@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rl.agents.episode import Episode
-from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.packing import pack_rollouts
@@ -18,23 +18,19 @@ from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.run.loop.background import run_async
 from tests.support.engine_checks import same_draws
-from tests.support.small_run import data_module, grpo, numbers, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, numbers, share_of_sevens, trainer_of
 from tests.support.three_calls import ThreeCalls
 
 pytest.importorskip("vllm")
 SAMPLING = Sampling(max_tokens=10)
 
 
-def sevens(completions, completion_ids, **columns):
-    pairs = zip(completions, completion_ids, strict=True)
-    return [text.count("7") / len(ids) for text, ids in pairs]
-
-
-class Watch(RLCallback):
+class Watch(Rows):
     """Weights of every version, and the rollouts that were trained on."""
 
     def __init__(self) -> None:
-        self.weights, self.rollouts, self.rows = {}, [], []
+        super().__init__()
+        self.weights, self.rollouts = {}, []
 
     def on_weights_synced(self, trainer, pl_module, version) -> None:
         self.weights[version] = {k: v.clone() for k, v in pl_module.policy.state_dict().items()}
@@ -42,16 +38,13 @@ class Watch(RLCallback):
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts += rollouts
 
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
-
 
 @pytest.fixture(scope="module")
 def trained(vllm, tiny_model, tmp_path_factory):
-    """Six iterations during which weights change between calls, and in the middle of them."""
+    """Train six iterations during which weights change between and within calls."""
     watch, module = Watch(), grpo(tiny_model)
     data = data_module(
-        train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[sevens],
+        train_prompts=numbers(100, 200, seed=1), evaluation=None, rewards=[share_of_sevens],
         engine=vllm, agent=ThreeCalls(pause=0.3), sampling=SAMPLING, group_size=4,
         groups_per_iteration=4, iterations_per_epoch=6, collector=AsyncCollector(2),
     )  # fmt: skip
@@ -94,7 +87,7 @@ def test_staleness_is_of_all_rows_and_rows_are_counted(trained):
 
 
 def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completion]]:
-    """What each call had written, and what it writes alone: from its prompt and its seed."""
+    """Return what each call had written, and what it writes alone, from its prompt and its seed."""
     rows, found = rollout.rows, []
     for call in rollout.calls:
         row = rows[call.row]
@@ -109,7 +102,9 @@ def answered_again(engine, rollout, sampling) -> list[tuple[Completion, Completi
 @pytest.fixture  # for each test anew: a run of another test ends with no version in the engine
 def pipeline(vllm, tiny_model, weights):
     vllm.load_weights(weights.items(), 9)
-    return RolloutPipeline(vllm, ThreeCalls(), Rewards([sevens]), load_tokenizer(str(tiny_model)))
+    return RolloutPipeline(
+        vllm, ThreeCalls(), Rewards([share_of_sevens]), load_tokenizer(str(tiny_model))
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])

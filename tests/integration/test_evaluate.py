@@ -42,7 +42,7 @@ class Fail(Callback):
 
 
 def run(tiny_model, tmp_path, callbacks, module=None, collector=None, **options):
-    """Fit; returns rows by iteration, the summary and the module."""
+    """Fit; return rows by iteration, the summary and the module."""
     report = RunReport()
     trainer = trainer_of(tmp_path, [*callbacks, report], **options)
     module = module or grpo(tiny_model)

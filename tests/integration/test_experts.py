@@ -9,7 +9,7 @@ from tests.support.mixtures import KINDS
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_computes_with_pushed_experts(kind, tmp_path):
-    """After a first push, and a second: on CPUs vLLM packs experts by itself only at its start."""
+    """A first and a second push arrive: on CPUs vLLM packs experts by itself only at its start."""
     output = tmp_path / "output"
     status = forked.run("tests.support.pushed_experts", [kind, tmp_path], output)
     assert status == 0, output.read_text()[-3000:]

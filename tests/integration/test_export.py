@@ -1,4 +1,4 @@
-"""HFExport: on the way and at the end, whole or not there."""
+"""Test HFExport: on the way and at the end, whole or not there."""
 
 import json
 import os
@@ -90,7 +90,7 @@ def test_a_monitor_that_nobody_records_is_refused(tiny_model, tmp_path):
 
 
 def printed(card, *places):
-    """The blocks of Python in a card, with real places for those it leaves to the reader."""
+    """Return the blocks of Python in a card, with real places for those it leaves to the reader."""
     for name, place in zip(("this/folder", "merged"), places, strict=True):
         card = card.replace(f"path/to/{name}", str(place))
     return re.findall("```python\n(.*?)```", card, re.DOTALL)
@@ -256,7 +256,7 @@ def test_a_killed_run_leaves_a_whole_export(tiny_model, tmp_path):
 
 
 def test_supervised_training_is_exported_by_optimizer_steps(tiny_model, tmp_path):
-    """Of four rows, two batches of one row make a step."""
+    """Two batches of one row each make a step, of four rows."""
     rows = [{"prompt": f"{n}", "completion": "2"} for n in range(4)]
     trainer = trainer_of(tmp_path, [HFExport(every_n_iterations=1)])
     trainer.accumulate_grad_batches = 2

@@ -33,13 +33,13 @@ def share_of_even_tokens(completion_ids):
 
 @pytest.fixture(scope="module")
 def model(tiny_model, tmp_path_factory):
-    """Random, with a large vocabulary of which the tokenizer knows the first few."""
+    """Make a random model with a large vocabulary, of which the tokenizer knows the first few."""
     directory = tmp_path_factory.mktemp("wide")
     save_random_model(
         directory, AutoTokenizer.from_pretrained(tiny_model), vocab_size=VOCABULARY,
         max_position_embeddings=128, initializer_range=0.15, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    # As in Qwen3 and Phi-3.5: config.json names one of several ends.
+    # This is as in Qwen3 and Phi-3.5: config.json names one of several ends.
     (directory / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
     return directory
 
@@ -56,7 +56,7 @@ def engine(model, tmp_path_factory):
 
 
 class Recorded(PolicyLoss):
-    """REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
+    """A REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
 
     def __init__(self) -> None:
         self.to_old: list[torch.Tensor] = []
@@ -69,7 +69,7 @@ class Recorded(PolicyLoss):
 
 
 def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
-    """Sampled tokens that float64 logits would have cut: rounding at the nucleus' boundary."""
+    """Count sampled tokens that float64 logits would have cut by rounding at the boundary."""
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.double)
     count = 0
     for rollout in rollouts:
@@ -87,7 +87,7 @@ def outside_of_the_trainers_cut(model, rollouts, sampling) -> int:
 
 
 def ratio_rounding(model, batch, sampling) -> float:
-    """How far from 1 rounding takes the ratio of a probability in float64 to the engine's.
+    """Return how far rounding takes the ratio of a float64 probability to the engine's from 1.
 
     ``scores_rounding`` is for two that are off.
     """

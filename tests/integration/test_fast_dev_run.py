@@ -21,7 +21,7 @@ OWN_PLACES = [
 
 @pytest.fixture
 def configuration(workplace):
-    """As users have it: several callbacks, some with places of their own, in which files are."""
+    """Write a configuration as users have it: several callbacks, some with places of their own."""
 
     def write(**trainer) -> list[str]:
         callbacks = [*CONFIG["trainer"]["callbacks"], *OWN_PLACES]

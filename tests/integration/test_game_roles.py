@@ -1,4 +1,4 @@
-"""A run of GameRolesModule: both players learn, and only the first one looks ahead."""
+"""Test a run of GameRolesModule: both players learn, and only the first one looks ahead."""
 
 import pytest
 import torch

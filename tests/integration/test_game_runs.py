@@ -33,7 +33,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 class Heads(RLCallback):
-    """How likely both show heads, after each iteration; and where its games began, (E, T)."""
+    """Records how likely both show heads after each iteration, and where games began, (E, T)."""
 
     def __init__(self):
         self.path, self.begins = [], None
@@ -63,7 +63,7 @@ def options(lr=0.3):
 
 
 def trained(module, iterations=1, rounds=1, games=1, envs=256, min_length=1):
-    """The module after a run, and how likely heads were on the way."""
+    """Return the module after a run, and how likely heads were on the way."""
     arguments = {"pays": PENNIES, "rounds": rounds, "num_envs": envs}
     data = EnvDataModule(
         TorchRLEnv(f"{MatrixGame.__module__}.MatrixGame", arguments),
@@ -86,7 +86,7 @@ def made(cls, **arguments):
 
 
 def far(path):
-    """The largest distance from the equilibrium, over the last third."""
+    """Return the largest distance from the equilibrium, over the last third."""
     return max(abs(p - 1 / 3) for both in path[-len(path) // 3 :] for p in both)
 
 
@@ -109,7 +109,7 @@ def test_players_that_do_not_look_at_each_other_learn_as_in_actor_critic():
 
 
 class Looked(LOLA):
-    """LOLA whose games are kept."""
+    """A LOLA whose games are kept."""
 
     games: ClassVar[list] = []
 
@@ -121,7 +121,7 @@ class Looked(LOLA):
 
 
 def test_each_half_of_the_games_is_an_estimate_of_its_own():
-    """Of five games three are in the first part, and the mean over all is that over both."""
+    """The first part has three of five games, and the mean over all is that over both."""
     trained(made(GameModule, update=Looked(rate=1.0), minibatches=2), envs=10, rounds=2)
     assert len(Looked.games) == 2
     for shares, wholes, halves in Looked.games:

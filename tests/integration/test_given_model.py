@@ -1,4 +1,4 @@
-"""A run on a model object, from a script."""
+"""Test a run on a model object, from a script."""
 
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Each check of a GPU machine, tried on the CPU at a tiny size: there is no other chance to.
+"""Test each check of a GPU machine, tried on the CPU at a tiny size: there is no other chance to.
 
 Slow: each of 25 checks starts engines or trainers of its own, and two have layers compiled.
 """
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 BY_NAME = {check.name: check for check in CHECKS}
 ONE_EACH = {check.target: check for check in reversed(CHECKS)}
-"""Of those that are one function with other options, the first."""
+"""The first of the checks that are one function with other options."""
 
 
 def function_of(check: Check) -> Callable[..., None]:
@@ -36,7 +36,7 @@ def function_of(check: Check) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory):
-    """Shared, as it is in a run: one check uses what another one left."""
+    """Share a folder, as it is in a run: one check uses what another one left."""
     return tmp_path_factory.mktemp("gpu_check")
 
 
@@ -55,7 +55,7 @@ def tried(scratch, monkeypatch):
 
 
 def names_to_try():
-    """``push-shared`` starts two vLLM servers, which tests/integration/test_server.py does too."""
+    """Yield the names; ``push-shared`` is slow: test_server.py starts two servers, too."""
     for check in CHECKS:
         if check in ONE_EACH.values():
             slow = [pytest.mark.slow] if check.name == "push-shared" else []

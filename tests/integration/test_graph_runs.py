@@ -19,7 +19,7 @@ RECIPE = Path("recipes/graph_isomorphism")
 
 
 class Seen(Callback):
-    """How many steps go through each agent's actor while it learns."""
+    """Counts the steps that go through each agent's actor while it learns."""
 
     steps: ClassVar[dict[str, set[int]]] = {}
 
@@ -37,7 +37,7 @@ class Seen(Callback):
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """The run of a recipe's file, with few and small environments."""
+    """Return the run of a recipe's file, with few and small environments."""
 
     def fit(name: str, iterations: int = 2, still: str | None = None, **model: object) -> Path:
         config = yaml.safe_load((RECIPE / name).read_text())

@@ -37,7 +37,7 @@ GROUPS, GROUP_SIZE = 2, 4
 
 @pytest.fixture
 def release(monkeypatch):
-    """What hangs in a test goes on when it is over; and is given up sooner than in earnest."""
+    """Release what hangs in a test when it is over, and give it up sooner than in earnest."""
     monkeypatch.setattr("lightning_rl.run.loop.background._CLEAN_UP_S", 1.0)
     monkeypatch.setattr("lightning_rl.run.loop.background.TURN_S", 1.0)
     event = threading.Event()
@@ -297,7 +297,7 @@ def test_the_command_ends_with_its_status_whatever_the_reward_has_started(workpl
 
 
 class SignalsWhileDrawn(IterablePrompts):
-    """After some prompts sends a signal, and then takes its time for each."""
+    """Sends a signal after some prompts, and then takes its time for each."""
 
     drawn = 0
 

@@ -1,4 +1,4 @@
-"""Hostile calls, each in a process of its own: all are refused clearly, or done right."""
+"""Test hostile calls, each in a process of its own: all are refused clearly, or done right."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def mistake(surface, call):
 
 
 def still_running(mark, session):
-    """Processes that a call started and that did not end, after some time to do so.
+    """Return processes that a call started and that did not end, after some time to do so.
 
     What was forked shares the session of the call, and what was executed has its environment.
     """

@@ -1,16 +1,16 @@
-"""Prompts of a hub on the loopback, read by the real clients; each refusal says what to do."""
+"""Test prompts of a hub on the loopback, read by the real clients; each refusal says what to do."""
 
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from itertools import repeat
 
 import pytest
 
 from tests.support.hub import CARD, Hub
+from tests.support.serving import serving
 
 TOKEN = "hf_a_secret_of_the_tests"
 
@@ -38,10 +38,8 @@ def hub():
     hub.repository("us/gated", gated=True).commit({"train.jsonl": jsonl(0, 3)})
     for name in ("once", "busy", "later", "gone", "cut", "torn"):
         hub.repository(f"us/{name}").commit({"train.jsonl": jsonl(0, 3000)})
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with serving(hub):
+        yield hub
 
 
 class Reader:
@@ -88,7 +86,7 @@ def read(hub, folder, tiny_model):
 
 
 def refused(answer, *said):
-    """The error is one line, holds what it should, and no token."""
+    """Require that the error is one line, holds what it should, and no token."""
     error = answer["error"]
     assert "\n" not in error, error
     assert TOKEN not in error

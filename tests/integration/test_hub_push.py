@@ -8,13 +8,13 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from itertools import repeat
 from pathlib import Path
 
 import pytest
 
 from tests.support.hub_writes import WritableHub
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.slow
 
@@ -38,14 +38,12 @@ trainer.fit(grpo(model), data_module(iterations_per_epoch=2))
 @pytest.fixture
 def hub():
     hub = WritableHub(TOKEN)
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with serving(hub):
+        yield hub
 
 
 def run(hub, model, path, every=0, repository="me/sevens", processes=1, **environment):
-    """A run in processes of its own: the client reads its environment when it is imported."""
+    """Run in processes of its own: the client reads its environment when it is imported."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,

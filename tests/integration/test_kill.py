@@ -13,7 +13,7 @@ from tests.support.tiers import slow
 
 
 def killed(capsys, *arguments: str, benchmark=kill) -> dict:
-    """The last line of the table."""
+    """Return the last line of the table."""
     status = benchmark.main(list(arguments))
     said = capsys.readouterr().out
     assert status == 0, said
@@ -21,44 +21,20 @@ def killed(capsys, *arguments: str, benchmark=kill) -> dict:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("points", "seed"), [(1, 1), slow(3, 4)])
-def test_a_killed_run_equals_the_uninterrupted_one(capsys, points, seed):
-    options = "--points", str(points), "--engine", "TransformersEngine"
-    result = killed(capsys, *options, "--seed", str(seed))
+@pytest.mark.parametrize(
+    ("points", "options"),
+    [
+        (1, ["--seed", "1"]),
+        slow(3, ["--seed", "4"]),
+        slow(1, ["--quantization", "NF4", "--seed", "2"]),  # a LoRA on a packed base
+        slow(2, ["--pictures", "--seed", "3"]),
+        slow(2, ["--collector", "AsyncCollector"]),  # no prompt is lost, and none trained on twice
+        slow(1, ["--program"]),  # programs are killed, too
+    ],
+)
+def test_a_killed_run_equals_the_uninterrupted_one(capsys, points, options):
+    result = killed(capsys, "--points", str(points), "--engine", "TransformersEngine", *options)
     assert (result["points"], result["equal"]) == (points, points)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_killed_run_of_a_lora_on_a_packed_base_equals_the_uninterrupted_one(capsys):
-    options = "--quantization", "NF4", "--points", "1", "--engine", "TransformersEngine"
-    result = killed(capsys, *options, "--seed", "2")
-    assert (result["points"], result["equal"]) == (1, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_killed_run_on_pictures_equals_the_uninterrupted_one(capsys):
-    options = "--pictures", "--points", "2", "--engine", "TransformersEngine"
-    result = killed(capsys, *options, "--seed", "3")
-    assert (result["points"], result["equal"]) == (2, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_two_killed_asynchronous_runs_lose_no_prompt_and_train_on_none_twice(capsys):
-    result = killed(
-        capsys, "--points", "2", "--engine", "TransformersEngine", "--collector", "AsyncCollector"
-    )
-    assert (result["points"], result["equal"]) == (2, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_programs_and_trainer_killed_equal_an_uninterrupted_run(capsys):
-    options = "--program", "--points", "1", "--engine", "TransformersEngine"
-    result = killed(capsys, *options)
-    assert (result["points"], result["equal"]) == (1, 1)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The manifests of launch/kubernetes, against Kubernetes' own schemas, unknown fields refused.
+"""Test the manifests of launch/kubernetes, against Kubernetes' own schemas, unknown fields refused.
 
 A RayJob is KubeRay's; no package has its schema. Its pods are Kubernetes' and are checked as such.
 """
@@ -35,7 +35,7 @@ def validate(document: dict[str, Any]) -> None:
 
 
 def ray_pods() -> Iterator[dict[str, Any]]:
-    """The RayJob's pod templates, each as a pod."""
+    """Yield the RayJob's pod templates, each as a pod."""
     cluster = of_kind("rayjob.yaml", "RayJob")["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         yield {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}

@@ -35,7 +35,7 @@ DDP, SEQUENCE, TENSOR, EXPERT = {"strategy": "ddp"}, {"sequence": 2}, {"tensor":
 
 @pytest.fixture(scope="session")
 def models(tiny_model, tmp_path_factory) -> dict[str, str]:
-    """Paths by kind.
+    """Return paths by kind.
 
     ``dense`` has two heads of keys, which two processes can share. Of the mixtures, tokens of
     ``all`` choose all experts, so that rounding chooses none, and those of ``some`` choose some;
@@ -56,7 +56,7 @@ def models(tiny_model, tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def run(together, models):
-    """Results by rank of a run of some processes in a layout; of one, if there is no layout."""
+    """Return results by rank of a run in a layout; of one process, if there is no layout."""
 
     def run(kind: str, names: str, ranks: int, layout: dict[str, Any] | None, **options: Any):
         if layout is None:
@@ -121,7 +121,7 @@ def test_balance_and_replay_are_those_of_processes_with_all_experts(run):
 
 
 def test_processes_that_share_packs_measure_their_experts(run):
-    """Of the same packs, whose tokens one process computes, or two."""
+    """The packs are the same, whether one process computes their tokens, or two."""
     for ours, theirs in zip(
         *(run("some", "", 2, layout) for layout in (SEQUENCE, {})), strict=True
     ):
@@ -159,7 +159,7 @@ def test_processes_that_share_packs_measure_their_experts(run):
 def test_a_checkpoint_goes_on_in_another_layout(
     run, kind, ranks, layout, ranks_after, layout_after
 ):
-    """With the rest of three iterations, moments of the optimizer included."""
+    """The run does the rest of three iterations, with the moments of the optimizer."""
     [whole] = run(kind, "saved brief", 1, None)
     begun = run(kind, "saved brief", ranks, layout)[0]
     require_same_rows(whole["rows"], begun["rows"])
@@ -221,7 +221,7 @@ def weights_of(path) -> torch.Tensor:
 
 
 def test_gathering_bfloat16_rounds_no_more_than_computing_in_it(together, tiny_model):
-    """After the same first update, runs are apart by as much as one process's two precisions.
+    """The runs differ after the same first update by as much as one process's two precisions.
 
     That is a rounding of what is computed; weights that are gathered, and gradients that are
     reduced, are rounded besides. How much of that adds up differs from processor to processor.

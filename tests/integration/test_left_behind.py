@@ -1,4 +1,4 @@
-"""Whatever a run started is gone when it ends, also when it is killed: for every kind of worker.
+"""Test that whatever a run started is gone when it ends or is killed, for every kind of worker.
 
 What workers start here is the hardest to find: asleep, in a session of its own, its parent gone.
 
@@ -127,7 +127,7 @@ KINDS = {
 
 
 def marked(mark: str) -> list[str]:
-    """Command lines of processes that have a mark in there, or in their environment."""
+    """Return command lines of processes that have a mark in there, or in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -148,7 +148,7 @@ def wait_until_gone(mark: str) -> None:
 
 @contextmanager
 def run_of(script: str, place: Path) -> Iterator[None]:
-    """A run that has said that it is ready; it is killed at the end of the block."""
+    """Yield a run that has said that it is ready, and kill it at the end of the block."""
     path = os.pathsep.join([str(place), *sys.path])
     env = os.environ | {"PYTHONPATH": path, MARK: str(place), "TMPDIR": str(place)}
     run = subprocess.Popen(

@@ -38,7 +38,7 @@ def small_data(**options: Any):
 
 
 def small(tiny_model: Path, tmp_path: Path, *callbacks: Any, model: Any = None, **flags: Any):
-    """Two iterations of four rollouts, and what was seen of them."""
+    """Run two iterations of four rollouts, and note what was seen of them."""
     seen = Seen()
     trainer = trainer_of(tmp_path, [WeightSync(), seen, *callbacks], **({"logger": False} | flags))
     trainer.fit(grpo(tiny_model, **(model or {})), small_data())
@@ -166,7 +166,7 @@ def barebones(tiny_model, tmp_path):
 
 @of(THEIRS, "EarlyStopping")
 def early_stopping(tiny_model, tmp_path):
-    """Each evaluation is looked at once; with lr 0 the second is no better, nor is the third."""
+    """Look at each evaluation once; with lr 0 the second is no better, nor is the third."""
     stopper = theirs.EarlyStopping("eval/reward_mean", mode="max", patience=2)
     frozen = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
     evaluate = Evaluate(every_n_iterations=2)
@@ -184,7 +184,7 @@ def early_stopping(tiny_model, tmp_path):
 
 @of(THEIRS, "WeightAveraging", "EMAWeightAveraging")
 def weight_averaging(tiny_model, tmp_path):
-    """After two iterations: the mean of three sets of weights, the first counted once."""
+    """The average after two iterations is the mean of three sets of weights, the first included."""
     snapshots: list[torch.Tensor] = []
 
     class Snapshots(RLCallback):
@@ -216,7 +216,7 @@ def rich(tiny_model, tmp_path):
 @of(THEIRS, "DeviceStatsMonitor", "ThroughputMonitor")
 @of(THEIRS, "TQDMProgressBar", "ProgressBar", "ModelSummary")
 def together(tiny_model, tmp_path):
-    """One run with all that leave each other alone."""
+    """Run once with all that leave each other alone."""
     ends: list[int] = []
     best = theirs.ModelCheckpoint(tmp_path / "best", monitor="reward/mean", mode="max")
     latest = IterationCheckpoint()

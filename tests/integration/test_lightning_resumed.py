@@ -1,4 +1,4 @@
-"""Kept over a resume: averages, the best, and whose folder of checkpoints it is."""
+"""Test what a resume keeps: averages, the best, and whose folder of checkpoints it is."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_rl.cli import main
+from tests.support.lightning_cases import added
 
 SAVES = ["--data.iterations_per_epoch=2", "--trainer.enable_checkpointing=true"]
-
-
-def added(name: str, arguments: str) -> str:
-    return f"--trainer.callbacks+={{class_path: {name}, init_args: {{{arguments}}}}}"
 
 
 def fit(*options: str) -> int:
@@ -26,7 +23,7 @@ def state(folder: str) -> dict:
 
 @pytest.mark.parametrize("decay", ["", "decay: 0.5", "decay: 0.5, update_starting_at_step: 2"])
 def test_an_average_goes_on(workplace, decay):
-    """Four iterations at once, or two and two: the same average and the same weights."""
+    """Four iterations at once, or two and two, give the same average and the same weights."""
     kind = "EMAWeightAveraging" if decay else "WeightAveraging"
 
     def run(folder: str, epochs: int, *more: str) -> None:

@@ -63,7 +63,7 @@ FEW = ("WeightAveraging-works", "OnException", "Plateau", "OneCycleLR", "a funct
 
 
 def unless_few(parameters):
-    """The table is slow as a whole; a few of it, which once were wrong, are not."""
+    """Mark the table as slow, but for a few of it, which once were wrong."""
     return [
         p
         if any(few in p.id for few in FEW)
@@ -88,7 +88,7 @@ def place(workplace: Path):
 
 
 def word(case: Case, config: str, monitor: str, capsys) -> tuple[str, str]:
-    """What a run deserves, and what it said."""
+    """Return the word that a run deserves, and what it said."""
     options = [option.replace("MONITOR", monitor) for option in case.options]
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -105,7 +105,7 @@ def word(case: Case, config: str, monitor: str, capsys) -> tuple[str, str]:
 
 @pytest.mark.parametrize("case", unless_few(EACH))
 def test_it_deserves_its_word(case, place, capsys):
-    """With a policy that learns from its rollouts."""
+    """The policy learns from its rollouts."""
     if case.word == NEEDS and find_spec(case.package):
         pytest.skip(f"{case.package} is installed")
     two = "--data.iterations_per_epoch=2"
@@ -137,7 +137,7 @@ SUPERVISED = [
 
 @pytest.mark.parametrize("case", unless_few(SUPERVISED))
 def test_it_deserves_its_word_in_supervised_training(case, place, capsys):
-    """Two steps of six rows."""
+    """The training takes two steps of six rows."""
     got, said = word(case, "sft.yaml", "sft/loss", capsys)
     assert got == case.word, said
     assert case.says in said

@@ -1,4 +1,4 @@
-"""The same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
+"""Test the same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
 
 MLflow is not in the environment of the others: ``install/mlflow.sh`` makes one.
 """
@@ -35,7 +35,7 @@ Rows = dict[int, dict[str, float]]
 
 
 def fit(tiny_model, *loggers: Logger) -> Rows:
-    """Two iterations; what metrics.jsonl says of them, without its own two columns."""
+    """Fit two iterations; return metrics.jsonl's rows, without its own two columns."""
     data = data_module(
         evaluation={"success_reward": 1.0, "samples": 1},
         groups_per_iteration=2,
@@ -63,7 +63,7 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
 
 
 def previews(directory: Path) -> list[list[list[Any]]]:
-    """The tables of both iterations, as rollouts.jsonl tells what should be in them."""
+    """Return the tables of both iterations, as rollouts.jsonl tells what should be in them."""
     lines = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
     rows = [[r["prompt"]["prompt"], r["completion"], r["reward"]] for r in lines]
     assert len(rows) == 6
@@ -106,7 +106,7 @@ def test_csv_and_tensorboard(tiny_model, tmp_path, monkeypatch):
 
 
 def log_records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log, the format of .wandb files, after the 7 bytes that name it.
+    """Yield records of a LevelDB log, the format of .wandb files, after the 7 bytes that name it.
 
     Blocks of 32 KiB hold pieces: checksum (4 bytes), length (2), kind (1: whole, 2: first,
     3: middle, 4: last), content; no piece starts in the last 6 bytes of a block.
@@ -128,7 +128,7 @@ def log_records(data: bytes) -> Iterator[bytes]:
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """All of a run's; the process that writes them may do so after ``finish()``."""
+    """Read all records of a run; the process that writes them may do so after ``finish()``."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     while True:  # the test's own limit ends it

@@ -1,4 +1,4 @@
-"""One LoRA policy whose engine in this process keeps base and adapters apart."""
+"""Test one LoRA policy whose engine in this process keeps base and adapters apart."""
 
 import asyncio
 from typing import get_args
@@ -8,6 +8,7 @@ import torch
 from transformers import GPT2Config
 
 from benchmarks.lora_gap import measure
+from lightning_rl import NF4, Int8
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.engines.vllm.lora import RANKS
 from lightning_rl.errors import ConfigError, EngineError, WeightSyncError
@@ -87,7 +88,7 @@ def test_what_is_cached_of_old_adapters_is_not_met(local, trained, monkeypatch):
     assert gap(local, trained(4)) < ROUNDING
     if isinstance(local, TransformersEngine):
         return  # it caches nothing
-    # With the cache as it is the old keys and values are found: that this test can fail.
+    # The cache as it is still has the old keys and values, so this test can fail.
     monkeypatch.setattr(local._llm, "reset_prefix_cache", lambda **_: True)
     assert gap(local, trained(5)) > 1e-2
 
@@ -114,7 +115,7 @@ def test_in_flight_tokens_keep_their_version(tiny_model, local, trained):
 
 
 def test_whole_weights_take_the_place_of_base_and_adapters(tiny_model, local, trained, policy):
-    """As a transport of one's own brings them; after it the base has to come anew."""
+    """A custom transport brings whole weights; after it the base has to come anew."""
     trained(3)
     weights = train_adapters(policy, seed=6)
     local.load_weights(weights.items(), 6)
@@ -164,7 +165,7 @@ def test_it_has_no_base_once_it_was_closed(skeleton, tiny_model, policy):
 
 @pytest.mark.slow
 def test_beside_a_quantized_base_adapters_are_not_quantized(tmp_path):
-    """Here they are most of a weight; merged, all of it is rounded to 8 bits: 4 times as far."""
+    """The adapters are most of a weight here; merged, 8 bits round all of it: 4 times as far."""
     model, skeleton, gaps = tmp_path / "model", tmp_path / "skeleton", {}
     save_random_model(model, make_tokenizer(), vocab_size=16, max_position_embeddings=128)
     save_skeleton(str(model), skeleton)
@@ -206,8 +207,9 @@ def test_a_model_that_vllm_cannot_adapt_is_named_with_the_way_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora():
-    """And merged weights are not what is trained: see benchmarks/lora_gap.py."""
-    found = measure("vllm", updates=20, every=10, rank=16)
+@pytest.mark.parametrize("form", [None, NF4(), Int8()])
+def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora(form):
+    """Merged weights are not what is trained, either: see benchmarks/lora_gap.py."""
+    found = measure("vllm", updates=20, every=10, rank=16, quantization=form)
     assert found["apart"]["gap"] < 1.3 * found["none"]["gap"]
     assert found["apart"]["drift"] < found["merged"]["drift"] / 3

@@ -1,4 +1,4 @@
-"""One LoRA policy whose engine keeps base and adapters apart, in servers and in Ray.
+"""Test one LoRA policy whose engine keeps base and adapters apart, in servers and in Ray.
 
 It takes minutes: three servers and an actor start, and one of them anew.
 
@@ -67,7 +67,7 @@ def test_a_server_that_was_restarted_gets_base_and_adapters(tiny_model, servers,
 
 
 def test_servers_that_run_already_need_room_for_adapters(skeleton, tiny_model, servers, policy):
-    """With it they serve one run after the other; without it, the error says what is missing."""
+    """Servers with room serve one run after the other; others say in the error what is missing."""
     there = [replica.name for replica in servers.replicas[:1]]
     key = servers.replicas[0]._headers["Authorization"].removeprefix("Bearer ")
     run_async(servers.replicas[0]._call("DELETE", CLAIM))  # as the run before does at its end

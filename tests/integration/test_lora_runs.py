@@ -1,4 +1,4 @@
-"""Runs of a LoRA in bf16 whose engine keeps adapters apart: done again, exported."""
+"""Test runs of a LoRA in bf16 whose engine keeps adapters apart: done again, exported."""
 
 import pytest
 import torch

@@ -1,10 +1,9 @@
-"""recipes/math from end to end at a tiny size: a hub on the loopback, rewards, thoughts, a LoRA."""
+"""Test recipes/math from end to end at a tiny size: a local hub, rewards, thoughts, a LoRA."""
 
 import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from recipes.math.data import problems
 from recipes.math.make_model import ROWS, SHAPES, SHARED, prepare
 from tests.support.hub import CARD, Hub
+from tests.support.serving import serving
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +36,7 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def hub():
-    """As `openai/gsm8k` is: two splits of a configuration called main."""
+    """Serve a hub with data as `openai/gsm8k` is: two splits of a configuration called main."""
     hub = Hub()
     splits = {"train": problems(40, seed=0), "test": problems(8, seed=1)}
     files = {
@@ -44,15 +44,13 @@ def hub():
         for split, rows in splits.items()
     }
     hub.repository("openai/gsm8k").commit(files | {"README.md": CARD.replace(b"socratic", b"more")})
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    yield hub
-    hub.shutdown()
-    hub.server_close()
+    with serving(hub):
+        yield hub
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Stand-ins as the recipe makes them, but for their size; the vocabulary is the true one."""
+    """Make stand-ins as the recipe does, but for their size; the vocabulary is the true one."""
     out = tmp_path_factory.mktemp("math")
     prepare(out, "qwen2.5-0.5b", **TINY)
     prepare(out, "qwen3-0.6b", **TINY, head_dim=16)
@@ -148,7 +146,7 @@ def test_a_stand_in_has_the_true_shape(name):
 
 
 def test_the_example_for_two_nodes_is_planned_without_weights(tmp_path):
-    """As docs/launch.md shows it, with two of the 36 layers and shorter thoughts."""
+    """The example is docs/launch.md's, with two of the 36 layers and shorter thoughts."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     prepare(tmp_path / "runs" / "math", "qwen3-8b", weights=False, num_hidden_layers=2)
     files = ["recipes/math/grpo.yaml", f"{VARIANTS}/qwen3_8b.yaml", f"{VARIANTS}/rows.yaml"]

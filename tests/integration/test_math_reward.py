@@ -1,4 +1,4 @@
-"""MathVerify in its processes: what a model wrote can stop neither it nor the run."""
+"""Test MathVerify in its processes: what a model wrote can stop neither it nor the run."""
 
 import asyncio
 import threading

@@ -57,7 +57,7 @@ def new(seed: int) -> Rollout:
 
 
 def logprobs_of(tiny_model, weights, rollout) -> list[float]:
-    """Of all tokens after the prompt, by transformers."""
+    """Return the logprobs of all tokens after the prompt, by transformers."""
     plain = plain_model(tiny_model, weights)
     return own_logprobs(plain, PROMPT, rollout.token_ids).tolist()
 

@@ -1,4 +1,4 @@
-"""vLLM's own weight transfers, with its own code on both ends, where a queue stands for NCCL."""
+"""Test vLLM's own weight transfers, with its code on both ends and a queue in place of NCCL."""
 
 import queue
 from contextlib import nullcontext
@@ -93,7 +93,7 @@ class Recorder(Replica):
 
 @pytest.fixture
 def world(monkeypatch, weights):
-    """Two servers with 1 and 2 workers, and GPUs that are CPUs."""
+    """Make two servers with 1 and 2 workers, and GPUs that are CPUs."""
     world = {}
     engine = VLLMServer(urls=["http://127.0.0.1:9"], dtype="bfloat16")
     world["replicas"] = [Recorder("a", world), Recorder("b", world, workers=2)]

@@ -1,4 +1,4 @@
-"""docs/notebook.ipynb runs as it stands, and its first cell installs what is missing."""
+"""Test that docs/notebook.ipynb runs as it stands, and its first cell installs what is missing."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ finally:
 
 
 def cells() -> dict[str, str]:
-    """The source of each code cell, by its id."""
+    """Return the source of each code cell, by its id."""
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     found = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["outputs"] for cell in found] == [[]] * len(found)  # as it is committed
@@ -68,7 +68,7 @@ def test_the_notebook_trains_resumes_and_shows(tmp_path):
 
 @pytest.mark.slow
 def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path):
-    """In an environment without the library, as Colab's is; its packages would be gigabytes."""
+    """The environment lacks the library, as Colab's does; its packages would be gigabytes."""
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", str(bare)], check=True)
     python = str(bare / "bin" / "python")
@@ -94,7 +94,7 @@ def test_the_first_cell_installs_a_wheel_that_lies_beside_the_notebook(tmp_path)
          "--no-index", "--wheel-dir", str(tmp_path / "made"), str(copy)],
         check=True,
     )  # fmt: skip
-    # As in Colab, where a dialogue brings the wheel to the working directory.
+    # A dialogue brings the wheel to the working directory, as in Colab.
     colab = tmp_path / "here" / "google" / "colab"
     colab.mkdir(parents=True)
     (colab / "files.py").write_text(

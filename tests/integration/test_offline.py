@@ -39,13 +39,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _no_seed_left_behind(monkeypatch):
-    """`seed_everything` sets this variable, from which later tests would take their seed."""
+    """Restore the variable that `seed_everything` sets, from which later tests would be seeded."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
 
 @pytest.fixture(scope="module")
 def recorded(tiny_model, make_rollout):
-    """Six groups of four with the model's own logprobs; a 7 as the first token earns 1."""
+    """Record six groups of four with the model's own logprobs; a 7 as the first token earns 1."""
 
     def rollout(group, index):
         first = 10 if index % 2 else 4 + group  # token 10 is the digit 7
@@ -65,7 +65,7 @@ def recorded(tiny_model, make_rollout):
 
 
 def token_logprobs(policy, rollouts) -> list[torch.Tensor]:
-    """Of each completion token, per rollout."""
+    """Return the logprob of each completion token, per rollout."""
     batch = policy.score(pack_rollouts(rollouts), "scored", 4096)
     parts = batch["tokens", "scored"].split(batch["rollouts", "length"].tolist())
     return [part[len(r.prompt.token_ids) :] for part, r in zip(parts, rollouts, strict=True)]
@@ -95,7 +95,7 @@ def fit(module, data, tmp_path, *callbacks, epochs=1, **options):
 
 
 def mean_logprobs(module, recorded) -> tuple[float, float]:
-    """Mean log-probability of the rewarded completions' tokens, and of the others'."""
+    """Return mean log-probability of the rewarded completions' tokens, and of the others'."""
     per_rollout = [float(lp.mean()) for lp in token_logprobs(module.policy, recorded)]
     good = [lp for lp, r in zip(per_rollout, recorded, strict=True) if r.reward == 1.0]
     bad = [lp for lp, r in zip(per_rollout, recorded, strict=True) if r.reward == 0.0]
@@ -128,7 +128,7 @@ def test_rewarded_completions_become_likelier(tiny_model, tmp_path, recorded, su
 
 
 def test_the_first_step_is_grpo_on_what_was_recorded(tiny_model, tmp_path, path, recorded):
-    """On policy and without std, A = +-1/2; the ratio is 1, so the loss is -mean A = 0."""
+    """The rewards give A = +-1/2 without std, and the ratio is 1, so the loss is -mean A = 0."""
     module = policy_module(tiny_model, advantage=GRPO(normalize_std=False))
     data = OfflineDataModule(path, groups_per_iteration=6, shuffle=False)
     seen = []
@@ -193,7 +193,7 @@ def test_a_student_learns_from_texts_that_a_teacher_has_read(tiny_model, tmp_pat
 
 
 def drawn(path, module, tmp_path, epochs=1, **options) -> list[list[tuple[str, float]]]:
-    """Group and reward of each rollout of each batch."""
+    """Return group and reward of each rollout of each batch."""
     data = OfflineDataModule(path, **options)
     batches = []
     collect = data.collect
@@ -309,7 +309,7 @@ def starts_right(completions, answer, **columns):
 
 @pytest.fixture
 def record(tiny_model, tmp_path, monkeypatch):
-    """What `lightning-rl rollout` does: three groups of two per iteration."""
+    """Record as `lightning-rl rollout` does: three groups of two per iteration."""
     monkeypatch.chdir(tmp_path)
 
     def run(output, iterations, curriculum=False, **options) -> None:
@@ -377,7 +377,7 @@ def test_recording_into_a_file_of_another_run_is_refused(record):
 
 @pytest.mark.slow
 def test_the_offline_recipe_trains_on_what_was_recorded(record, tiny_model, tmp_path):
-    """From `rollout` to `fit`, with the files that the variant names."""
+    """The files that the variant names lead from `rollout` to `fit`."""
     record("recorded.sqlite", 4, group_size=32)  # so that most groups have something to teach
     recipes = ROOT / "recipes" / "sort_digits"
     configs = ["--config", recipes / "grpo.yaml", "--config", recipes / "variants" / "offline.yaml"]

@@ -1,11 +1,11 @@
-"""fit(batch) and sync_weights in a script: what a Trainer's run does, without one."""
+"""Test fit(batch) and sync_weights in a script, which do what a Trainer's run does."""
 
 import pytest
 import torch
 
 from lightning_rl import SequenceTIS, WarmupLinear
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
@@ -13,20 +13,18 @@ from lightning_rl.errors import ConfigError, RewardError, StaleWeightsError, Wro
 from lightning_rl.learn.own_loop import OwnLoop
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.rewards.base import Rewards
-from tests.support.small_run import data_module, grpo, ppo, share_of_sevens, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, ppo, share_of_sevens, trainer_of
 
 
-class Recorder(RLCallback):
+class Recorder(Rows):
     """An iteration's rollouts, as they were trained on, and its metrics."""
 
     def __init__(self):
-        self.rollouts, self.metrics = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_update_start(self, trainer, pl_module, batch):
         self.rollouts.append(trainer.datamodule._loader.current)
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.metrics.append(metrics)
 
 
 def schedule(optimizer):
@@ -42,7 +40,7 @@ def test_fit_does_what_a_trainer_does_with_the_same_rollouts(make, tiny_model, t
     alone = OwnLoop(make(tiny_model, **options))
     for place, rollouts in enumerate(recorder.rollouts):
         metrics = alone.fit(rollouts)
-        told = recorder.metrics[place + 1]
+        told = recorder.rows[place + 1]
         assert {name: told[name] for name in metrics} == metrics
     assert alone.module.iteration == 3
     trained, own = module.policy.state_dict(), alone.learner.policy.state_dict()

@@ -39,7 +39,7 @@ def succeeded(done):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package of docs/extend/package.md, built as a wheel and installed by pip."""
+    """Return the package of docs/extend/package.md, built as a wheel and installed by pip."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     text = "".join(
         (ROOT / f"docs/extend/{page}.md").read_text(encoding="utf-8")
@@ -61,7 +61,7 @@ def test_a_package_adds_its_command(installed, tmp_path):
     said = succeeded(python(*ours, "--help", at=tmp_path, path=installed))
     assert "\n  count      count the lines" in said
     assert succeeded(python(*ours, "count", "rows.jsonl", at=tmp_path, path=installed)) == "7\n"
-    # Without the package, neither.
+    # Neither is there without the package.
     assert "count" not in succeeded(python(*ours, "--help", at=tmp_path))
     assert "no command 'count'" in python(*ours, "count", at=tmp_path).stderr
 
@@ -92,7 +92,7 @@ def test_a_package_adds_its_class(installed, tmp_path):
 
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory):
-    """A copy of the checkout without the optional rooms, and its metadata."""
+    """Return a copy of the checkout without the optional rooms, and its metadata."""
     copy = tmp_path_factory.mktemp("rest")
     tracked = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"],
@@ -147,7 +147,7 @@ print(len(names.MODULE_OF), *names.added())
 """
 
 
-# Without site no .pth file is read, so not the one by which an editable install finds all of it.
+# No .pth file is read without site, so not the one by which an editable install finds all of it.
 REST = "-S"
 
 

@@ -1,4 +1,4 @@
-"""recipes/pointing, shortened: a debate and a proof on real vLLM, by two adapters on one base."""
+"""Test a shortened recipes/pointing: a debate and a proof on vLLM, by two adapters on a base."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def fit(name, place, **options):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model that has seen how turns are written, and a few rows."""
+    """Return a model that has seen how turns are written, and a few rows."""
     place, rows = tmp_path_factory.mktemp("pointing"), draw_rows()[0]
     write_model(place / "model", make_pointer(), chat_tokenizer())
     write_jsonl(place / "rows.jsonl", rows[:16])

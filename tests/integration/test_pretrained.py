@@ -43,7 +43,7 @@ class DoubledForCausalLM(Qwen2ForCausalLM):
 
 @pytest.fixture(scope="module")
 def remote_model(tiny_model, tmp_path_factory):
-    """The tiny model as one that transformers does not know, with its code beside it."""
+    """Return the tiny model as one that transformers does not know, with its code beside it."""
     directory = tmp_path_factory.mktemp("remote") / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(directory)
     AutoTokenizer.from_pretrained(tiny_model).save_pretrained(directory)
@@ -118,7 +118,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chat_model(tiny_model, tmp_path_factory):
-    """The tiny model, with a chat template that thinks unless it is told not to."""
+    """Return the tiny model, with a chat template that thinks unless it is told not to."""
     directory = tmp_path_factory.mktemp("chat") / "model"
     AutoModelForCausalLM.from_pretrained(tiny_model).save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -205,7 +205,7 @@ def test_chat_variables_without_a_chat_template_are_refused(tiny_model):
 
 
 def test_a_chat_template_that_only_the_processor_has_is_used(tiny_model, tmp_path):
-    """As older models with pictures or sound have it: chat_template.json, for the processor."""
+    """Older models with pictures or sound have chat_template.json, for the processor."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     Qwen2AudioProcessor(WhisperFeatureExtractor(), tokenizer).save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()

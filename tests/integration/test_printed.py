@@ -32,7 +32,7 @@ _Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def start_pages() -> list[Path]:
-    """The README, which stands for ``index.md``, and the other pages of the first tab."""
+    """Return the README, which stands for ``index.md``, and the first tab's other pages."""
     [start] = [
         tab["Start"]
         for tab in yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]
@@ -74,7 +74,7 @@ STOPPED = [
 ]
 """Commands that are stopped once they have trained for an iteration."""
 
-# What a reader who comes from elsewhere brings.
+# The reader comes from elsewhere and brings these.
 ROW = '{"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}\n'
 BROUGHT = {
     "my_heldout.jsonl": ROW,
@@ -103,7 +103,7 @@ BROUGHT = {
 
 
 def reason(command: str) -> str | None:
-    """Why a command does not run here; None if it does."""
+    """Return why a command does not run here; None if it does."""
     return next((why for what, why in ELSEWHERE.items() if re.match(what, command)), None)
 
 
@@ -113,7 +113,7 @@ def is_stopped(command: str) -> bool:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory) -> Path:
-    """The folder of a reader who has cloned the repository and stopped the quickstart early."""
+    """Return the folder of a reader who has cloned the repository and stopped the quickstart."""
     place = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "recipes", place / "recipes")
     (place / ".venv").symlink_to(sys.prefix)
@@ -126,7 +126,7 @@ def reader(tmp_path_factory) -> Path:
     return place
 
 
-# As it is when tests are collected: those that run before may leave a rank or a seed in it.
+# This is as when tests are collected: those that run before may leave a rank or a seed in it.
 ENVIRONMENT = dict(os.environ)
 ENVIRONMENT["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), ENVIRONMENT["PATH"]])
 
@@ -193,7 +193,7 @@ def test_a_program_runs(block, reader):
 
 
 def test_what_was_learned_is_what_the_readme_promises(reader):
-    """Of its Python example, which a command above has run."""
+    """The README's Python example has been run by a command above."""
     summary = (reader / "lightning_logs/version_0/summary.json").read_text()
     rewards = yaml.safe_load(summary)["reward"]
     assert rewards["after"] > rewards["before"] + 0.1

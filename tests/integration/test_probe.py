@@ -1,4 +1,4 @@
-"""The probe after a sync, with a real vLLM in float32 and in bfloat16: what it finds."""
+"""Test the probe after a sync, with a real vLLM in float32 and in bfloat16: what it finds."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -25,7 +25,7 @@ def engine(request, vllm_in):
 
 @pytest.fixture(scope="module")
 def others(tiny_model):
-    """Weights of a policy that has learned other things."""
+    """Return weights of a policy that has learned other things."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
@@ -33,7 +33,7 @@ def others(tiny_model):
 
 
 def verify(engine, policy):
-    """As WeightSync does, under the engine's precision; returns the first probe's gap."""
+    """Probe as WeightSync does, under the engine's precision, and return the first probe's gap."""
     bf16 = engine.dtype == "bfloat16"
     with torch.autocast("cpu", torch.bfloat16) if bf16 else nullcontext():
         gap = probe_gap(engine, policy, PROMPTS, 1.0)

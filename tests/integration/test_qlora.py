@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.lora_gap import measure
 from lightning_rl import NF4, HFExport, Int8, LoRA, MemoryTransport, VLLMLocal, WeightSync
 from lightning_rl.engines import Sampling
 from lightning_rl.learn.lora_layers import largest_rank
@@ -49,14 +48,6 @@ def test_vllm_writes_what_the_trainer_computes(tiny_model, local, form):
             expected = true_logprobs(plain, prompt, completion.token_ids, FIXED)
             assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
     transport.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", [NF4(), Int8()])
-def test_in_bfloat16_it_is_as_close_to_the_trainer_as_a_model_without_lora(form):
-    found = measure("vllm", updates=20, every=10, rank=16, quantization=form)
-    assert found["apart"]["gap"] < 1.3 * found["none"]["gap"]
-    assert found["apart"]["drift"] < found["merged"]["drift"] / 3
 
 
 def fitted(model, path, form, *callbacks):

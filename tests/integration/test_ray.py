@@ -73,7 +73,7 @@ def inside(replica, function):
 
 @pytest.mark.parametrize("by_environment", [False, True])
 def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environment):
-    """Before anything here has connected."""
+    """The test runs before anything here has connected."""
     nobody = f"127.0.0.1:{free_port()}"
     monkeypatch.setenv("RAY_ADDRESS", nobody if by_environment else "127.0.0.1:1")
     engine = RayEngine(None if by_environment else nobody)
@@ -83,7 +83,7 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch, skeleton, by_environm
 
 
 def test_without_an_address_no_cluster_is_joined_that_somebody_else_has_started(tmp_path):
-    """In processes of its own, whose Ray notes the clusters of this machine in a folder apart."""
+    """Separate processes run, whose Ray notes the clusters of this machine in a folder apart."""
     folder = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # sockets have short names only
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     environment |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -118,7 +118,7 @@ def test_without_an_address_no_cluster_is_joined_that_somebody_else_has_started(
 
 
 def test_a_cluster_that_wants_a_token_says_so(monkeypatch, tmp_path, skeleton):
-    """In a process of its own: Ray reads once in a process whether it is to show a token."""
+    """A separate process runs: Ray reads once in a process whether it is to show a token."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -307,13 +307,13 @@ def test_a_whole_node_dies_under_requests(weights, cluster, engine, local, fault
 
 
 def node_of(replica) -> str:
-    """The id of the cluster's node that its actor runs on."""
+    """Return the id of the cluster's node that its actor runs on."""
     return inside(replica, lambda actor: ray.get_runtime_context().get_node_id())
 
 
 # -------------------------------------------------------------------- beyond two replicas
 def test_tensor_parallel_inside_an_actor(weights, engine, local, skeleton):
-    """On the cluster that `engine` is connected to; its processes end with the actor."""
+    """The cluster is the one that `engine` is connected to; its processes end with the actor."""
     pair = RayEngine(
         replicas=1,
         tensor_parallel_size=2,

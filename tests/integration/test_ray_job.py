@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[dict[str, str]]:
-    """Two nodes of one CPU each; gives the environment of a user on the head."""
+    """Start two nodes of one CPU each; yield the environment of a user on the head."""
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory(prefix="ray")))  # sockets: a short path
         (place / "token").write_text("5" * 64)
@@ -64,7 +64,7 @@ def submit(folder: Path, environment: dict[str, str]) -> subprocess.CompletedPro
 
 @pytest.fixture
 def folder(tiny_model, tmp_path) -> Path:
-    """Two iterations by vLLM in two Ray actors."""
+    """Make a folder for two iterations by vLLM in two Ray actors."""
     folder = configure(tmp_path / "job", tiny_model, iterations=2)
     configuration = yaml.safe_load((folder / "run.yaml").read_text())
     engine = {"max_model_len": 32, "kv_cache_gb": 0.05, "replicas": 2, "placement": "STRICT_SPREAD"}

@@ -33,13 +33,13 @@ SMOLLM2 = ROOT / "recipes" / "smollm2"
 
 @pytest.fixture(autouse=True)
 def _no_seed_left_behind(monkeypatch):
-    """`seed_everything` sets this variable, from which later tests would take their seed."""
+    """Restore the variable that `seed_everything` sets, from which later tests would be seeded."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory) -> Path:
-    """A random Qwen2 that reads bytes, with the chat format of the model it stands in for."""
+    """Make a random Qwen2 that reads bytes, with the chat format of the model it stands for."""
     directory = tmp_path_factory.mktemp("chat") / "model"
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
     tokenizer = chatml_tokenizer()
@@ -62,7 +62,7 @@ def test_every_class_is_built(path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_quickstart_that_was_stopped_goes_on(tmp_path):
-    """Of a random model: the weights that it trains are downloaded by tests/conformance only."""
+    """The model is random: the weights that it trains are downloaded by tests/conformance only."""
     save_random_model(tmp_path / "model", chatml_tokenizer())
     options = ["--model", str(tmp_path / "model"), "--iterations", "3", "--out", "elsewhere"]
     command = [sys.executable, "-m", "lightning_rl", "quickstart", *options]
@@ -126,7 +126,7 @@ def test_one_iteration_of_a_pretrained_model_with_a_stand_in(chat_model, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "lora"])
 def test_five_tasks_are_trained_and_evaluated_apart(chat_model, lora, tmp_path, monkeypatch):
-    """recipes/smollm2 with its variants, shortened: one iteration of a random model."""
+    """The test shortens recipes/smollm2 with its variants to one iteration of a random model."""
     monkeypatch.chdir(tmp_path)
     prepare_smollm2(Path("runs/smollm2"))
     options = {
@@ -153,7 +153,7 @@ def test_five_tasks_are_trained_and_evaluated_apart(chat_model, lora, tmp_path, 
 
 @pytest.mark.slow
 def test_a_model_reads_what_its_teacher_wrote(chat_model, tmp_path, monkeypatch):
-    """recipes/smollm2: a teacher's texts are recorded, then read, with a random model as both."""
+    """The teacher's texts are recorded, then read; a random model stands for both."""
     monkeypatch.chdir(tmp_path)
     prepare_smollm2(Path("runs/smollm2"))
     names = ["grpo", "variants/five", "variants/teacher"]
@@ -187,7 +187,7 @@ def test_a_model_reads_what_its_teacher_wrote(chat_model, tmp_path, monkeypatch)
 
 @pytest.mark.slow
 def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeypatch, capsys):
-    """recipes/vision with its own model, shortened: two steps, two iterations; then it is seen."""
+    """The test shortens recipes/vision to two steps and two iterations; then its result is seen."""
     monkeypatch.setattr(prepare_vision, "NUM_TRAIN", 12)
     monkeypatch.setattr(prepare_vision, "NUM_HELDOUT", 6)
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_questions_about_pictures_are_warm_started_and_trained(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_script_with_the_openai_package_is_trained(tmp_path, monkeypatch):
-    """recipes/openai_agent on real vLLM, shortened: 30 steps of warm start, two iterations."""
+    """The test shortens recipes/openai_agent on real vLLM to 30 steps and two iterations."""
     pytest.importorskip("vllm")
     monkeypatch.chdir(ROOT)
     data = tmp_path / "data"

@@ -1,4 +1,4 @@
-"""make release: version, changelog entry, tag, sdist and wheel; nothing if one of them fails."""
+"""Test make release: version, changelog entry, tag, sdist and wheel, or nothing if one fails."""
 
 import os
 import shutil
@@ -74,7 +74,7 @@ def test_what_cannot_be_released_leaves_everything_as_it_was(run, tmp_path):
     assert "VERSION='next' is no version" in run("install/release.sh", "next").stderr
     (tmp_path / "README.md").write_text("changed")
     assert "there are changes" in run("install/release.sh", "7.8.9").stderr
-    # What does not build: the list of packages names one that is not there.
+    # This does not build: the list of packages names one that is not there.
     (tmp_path / "setup.cfg").write_text(
         (tmp_path / "setup.cfg").read_text().replace("lightning_rl.agents\n", "lightning_rl.gone\n")
     )

@@ -1,4 +1,4 @@
-"""A model that brings its own code, in vLLM: the engine computes what the trainer does."""
+"""Test a model that brings its own code, in vLLM: the engine computes what the trainer does."""
 
 import json
 

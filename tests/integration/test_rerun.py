@@ -1,4 +1,4 @@
-"""Reruns: recorded rollouts and iterations done again, and every difference found."""
+"""Test reruns: recorded rollouts and iterations done again, and every difference found."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def place(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
-    """Four iterations of two optimizer steps; the weights of versions 2 and 4 were kept."""
+    """Run four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
     return train(place, tiny_model)
 
 
@@ -37,7 +37,7 @@ def _there(place, monkeypatch) -> None:
 
 @pytest.fixture
 def run(finished, tmp_path) -> RecordedRun:
-    """A copy, to be tampered with."""
+    """Return a copy, to be tampered with."""
     return RecordedRun(shutil.copytree(finished, tmp_path / "run", symlinks=True))
 
 
@@ -114,7 +114,7 @@ def test_the_first_other_token_is_named(run, capsys):
 
 @pytest.mark.slow
 def test_a_rollout_of_two_versions_is_scored_with_each(run):
-    """Its first token by version 1, the others by version 3: each scored by the right weights."""
+    """The right weights score each: version 1 its first token, version 3 the others."""
     rollouts = run.log.rollouts(4)
     chosen = next(r for r in rollouts if len(r.token_ids) >= 3)
     earlier = next(rerun_rollout(run, chosen.id, version=1)).again.logprobs

@@ -12,6 +12,7 @@ from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.files import open_rollouts
+from tests.support.recorded_run import stand_in
 
 pytest.importorskip("vllm")
 
@@ -98,11 +99,8 @@ BRANCHES = {
     ["branches", *(pytest.param(turns, marks=pytest.mark.slow) for turns in ("single", "calls"))],
 )
 def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    stand_in(tmp_path, monkeypatch)
     monkeypatch.delitem(sys.modules, "done_again", raising=False)  # of the other case
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     (tmp_path / "done_again.py").write_text(CODE)
@@ -138,7 +136,7 @@ def test_a_run_is_done_again(turns, tiny_model, tmp_path, monkeypatch, capsys):
 
 
 def goes_on_otherwise(run, rollouts, branch, capsys):
-    """A rollout forked again is what its branch was in the run; further ones are others."""
+    """Require that a rollout forked again is what its branch was, and further ones are others."""
     trunk = rollouts[f"{branch.group_id}/{branch.sample_index}"]
     arguments = ["--rollout", trunk.id, "--branch", "2", "--count", "3", "--out", "what_if.jsonl"]
     assert main(["rerun", str(run.path), *arguments]) == 0

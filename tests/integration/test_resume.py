@@ -52,7 +52,7 @@ def seeing_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(request, tmp_path_factory):
-    """The run of a kind that nothing interrupts, made once."""
+    """Return the run of a kind that nothing interrupts, made once."""
 
     @cache
     def run(name):

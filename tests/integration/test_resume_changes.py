@@ -1,4 +1,4 @@
-"""Who goes on with a run goes on with the same one: configuration, data, directory, weights."""
+"""Test that a run is resumed as the same one: configuration, data, directory, weights."""
 
 import json
 import os
@@ -30,7 +30,7 @@ RUN = Path("runs", "one", "version_0")
 
 @pytest.fixture
 def run(workplace) -> Path:
-    """A finished run of one iteration, whose configuration is ``run.yaml``."""
+    """Return a finished run of one iteration, whose configuration is ``run.yaml``."""
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "one"}}
     trainer = CONFIG["trainer"] | {"logger": logger, "enable_checkpointing": True}
     trainer["callbacks"] = ["WeightSync", "RunReport"]
@@ -108,7 +108,7 @@ def test_what_is_allowed_holds_and_both_configurations_are_kept(run, capsys, cap
 
 
 def test_what_auto_was_settled_to_is_in_the_configuration(run, monkeypatch):
-    """Of a GPU that is made up, with room for 3 MB and passes of 1 KB a token: 2,550 tokens."""
+    """The made-up GPU has room for 3 MB, at 1 KB a token: 2,550 tokens."""
     shutil.rmtree(run)
     monkeypatch.setattr(auto_packs, "free_bytes", lambda device: 3_000_000)
     monkeypatch.setattr(
@@ -153,7 +153,7 @@ def test_a_new_schedule_is_where_it_would_have_been(tiny_model, tmp_path):
 
 @pytest.mark.slow
 def test_last_begins_the_same_run_under_another_name_and_names_the_one_beside_it(run):
-    """As of a job script that is submitted twice."""
+    """A job script that is submitted twice does this."""
     told = (
         r"'last' found no checkpoint in runs/two/.*, so a new run begins; .*"
         r"iteration_1\.ckpt belongs to a run with the same configuration and another name"

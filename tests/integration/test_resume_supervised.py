@@ -128,7 +128,7 @@ def run(kind, model, place, *callbacks, seed=0, ckpt_path=None, change=None, mor
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """The run of a learner that nothing interrupts, with its checkpoints."""
+    """Return the run of a learner that nothing interrupts, with its checkpoints."""
 
     @cache
     def made(kind, **options):
@@ -144,7 +144,7 @@ def require_same(ours, theirs):
 
 
 QUICK = {"sft": list(PLACES), "kto": ["within a step", "validation"], "dpo": ["step"], "rm": []}
-"""Of the other learners a few: what differs among them is little."""
+"""The other learners have only a few cases: what differs among them is little."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Isolated: real processes, real faults; what a completion does stays with that completion."""
+"""Test Isolated: real processes, real faults; what a completion does stays with that completion."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +15,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.rewards.pool import Isolated
+from tests.support.engine_checks import is_running
 
 HELPERS = """
 import os
@@ -83,7 +83,7 @@ def announce_and_hang(completions, path):
 
 @pytest.fixture(scope="module")
 def helpers(tmp_path_factory):
-    """A module of reward functions that other processes can import."""
+    """Yield a module of reward functions that other processes can import."""
     directory = tmp_path_factory.mktemp("helpers")
     (directory / "pool_helpers.py").write_text(HELPERS)
     sys.path.insert(0, str(directory))
@@ -98,17 +98,9 @@ def run(pool, **columns):
     return asyncio.run(pool(**columns))
 
 
-def alive(pid: int) -> bool:
-    """A zombie has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def wait_until_gone(*pids: int) -> None:
     """Fails by the test's own time limit, not by a guess of how long it takes."""
-    while any(alive(pid) for pid in pids):
+    while any(is_running(pid) for pid in pids):
         time.sleep(0.01)
 
 
@@ -177,7 +169,7 @@ def test_what_is_not_tried_here_is_in_the_benchmark():
 
 @pytest.mark.slow
 def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
-    """In a session of its own, and asleep for a day."""
+    """The started process is in a session of its own, and asleep for a day."""
     (tmp_path / "leaving.py").write_text(
         "import subprocess\n"
         "def leave(completions):\n"
@@ -189,7 +181,7 @@ def test_what_a_completion_started_ends_with_it(tmp_path, monkeypatch):
 
     pool = Isolated(leave, workers=1)
     (pid,) = run(pool, completions=["x"])
-    assert not alive(int(pid))
+    assert not is_running(int(pid))
     pool.close()
 
 
@@ -264,7 +256,7 @@ def test_closing_ends_the_workers_and_grading_starts_new_ones(helpers):
     first = run(pool, completions=["x", "y"])
     assert first[0] == first[1]  # one worker serves again and again
     pool.close()
-    assert not alive(int(first[0]))
+    assert not is_running(int(first[0]))
     second = run(pool, completions=["x"])
     assert second[0] != first[0]
     pool.close()
@@ -284,8 +276,8 @@ def test_a_killed_trainer_leaves_no_process_and_no_directory(helpers, tmp_path):
         assert trainer.poll() is None
         time.sleep(0.01)
     worker, sample = map(int, (tmp_path / "pids").read_text().split())
-    assert alive(worker)
-    assert alive(sample)
+    assert is_running(worker)
+    assert is_running(sample)
     trainer.send_signal(signal.SIGKILL)
     trainer.wait()
     wait_until_gone(worker, sample)

@@ -1,4 +1,4 @@
-"""Isolated rewards in whole runs: graded, closed, and nothing lost where too many fail."""
+"""Test Isolated rewards in whole runs: graded, closed, and nothing lost where too many fail."""
 
 import json
 import os

@@ -1,24 +1,25 @@
-"""Runs in which two policies write rollouts together, and each learns from its own part."""
+"""Test runs in which two policies write rollouts together, and each learns from its own part."""
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
 
-from lightning_rl import AsyncCollector, ReplayBuffer, StreamedCollector, VLLMLocal, WarmupCosine
-from lightning_rl.callbacks import Evaluate, HFExport, RLCallback, WeightSync
+from lightning_rl import AsyncCollector, ReplayBuffer, StreamedCollector, VLLMLocal
+from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
 from lightning_rl.errors import ConfigError
-from lightning_rl.extend import Engine, Periodic, PolicyEngines, VLLMAdapters
+from lightning_rl.extend import Engine, PolicyEngines, VLLMAdapters
 from lightning_rl.models.policy import Policy
-from tests.support.small_run import numbers, trainer_of
-from tests.support.tiny_models import save_random_model
+from tests.support.resumed_cases import roles
+from tests.support.small_run import Rows, numbers, trainer_of
+from tests.support.tiny_models import save_untied_llama
 from tests.support.two_roles import roles_data, roles_module
 
 
-class Watch(RLCallback):
-    """Rows of metrics, and which versions wrote what."""
+class Watch(Rows):
+    """Records rows of metrics, and which versions wrote what."""
 
     def __init__(self) -> None:
-        self.rows, self.written = [], []
+        super().__init__()
+        self.written = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         versions = {role: set() for role in pl_module.roles}
@@ -27,33 +28,13 @@ class Watch(RLCallback):
         now = {role: {version} for role, version in pl_module.role_versions.items()}
         self.written.append((versions, now))
 
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
-
-
-def module_of(tiny_model):
-    return roles_module(
-        tiny_model,
-        first={"lr_scheduler": lambda o: WarmupCosine(o, warmup_steps=1, total_steps=6)},
-        second={"schedule": Periodic(every=2), "ppo_epochs": 2, "minibatches": 2},
-    )
-
 
 def fitted(tiny_model, path, callbacks=(), **options):
-    module, watch = module_of(tiny_model), Watch()
+    module, watch = roles(tiny_model), Watch()
     torch.manual_seed(0)
     trainer = trainer_of(path, [WeightSync(), *callbacks, watch])
     trainer.fit(module, roles_data(iterations_per_epoch=6, **options))
     return module, watch, trainer
-
-
-def save_llama(tiny_model, directory) -> None:
-    """Another model that reads and writes the same tokens."""
-    save_random_model(
-        directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +81,7 @@ def test_an_asynchronous_run_is_as_stale_as_it_may_be_and_no_more(tiny_model, tm
 
 @pytest.mark.slow
 def test_a_full_model_of_another_kind_learns_beside_an_adapter(tiny_model, tmp_path):
-    save_llama(tiny_model, tmp_path / "llama")
+    save_untied_llama(tmp_path / "llama", tiny_model)
     own = {"model": str(tmp_path / "llama"), "lora": None}
     module, watch = roles_module(tiny_model, second=own), Watch()
     module.configure_model()

@@ -1,13 +1,12 @@
-"""What a stranger's file can do, and where a secret could be found."""
+"""Test what a stranger's file can do, and where a secret could be found."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import HTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.trust import TRUSTED, require_trusted, split_options
 from lightning_rl.errors import ConfigError
 from tests.support.bad_configs import CONFIG, complaint
+from tests.support.serving import Quiet, serving
 
 OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens": 4, "buffer": 2}}
 """A reward that is no stranger's."""
@@ -232,7 +232,7 @@ print("\\n" + json.dumps({attack: complaint(f"--trusted_only {attack}") for atta
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A directory that holds what a wheel of this checkout installs, and the tests' helpers."""
+    """Return a directory with what a wheel of this checkout installs, and the tests' helpers."""
     root, copy = Path(__file__).parents[2], tmp_path_factory.mktemp("copy")
     for name in ("lightning_rl", "callbacks", "recipes"):
         shutil.copytree(root / name, copy / name, symlinks=True,
@@ -307,22 +307,17 @@ def test_a_checkpoint_runs_nothing_and_names_nothing(workplace):
 # -------------------------------------------------------------------------------------- secrets
 
 
-class Echo(BaseHTTPRequestHandler):
+class Echo(Quiet):
     """A judge that shows what it was sent, and fails on every fourth request."""
 
     def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
+        self.body()
         seen = self.server.seen  # type: ignore[attr-defined]
         seen.append(self.headers["Authorization"])
         said = f"you sent {self.headers['Authorization']}. Score: {len(seen) % 10}"
         body = {"choices": [{"message": {"role": "assistant", "content": said}}]}
         fails = len(seen) % 4 == 0
-        self.send_response(400 if fails else 200)
-        self.end_headers()
-        self.wfile.write((said if fails else json.dumps(body)).encode())
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        self.send(400 if fails else 200, (said if fails else json.dumps(body)).encode())
 
 
 @pytest.mark.slow
@@ -330,8 +325,6 @@ def test_a_key_is_in_no_file_of_a_run(workplace, monkeypatch, capsys):
     monkeypatch.setenv("MY_JUDGE_KEY", SECRET)
     server = HTTPServer(("127.0.0.1", 0), Echo)
     server.seen = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
     model = {
         "class_path": "OpenAIJudge",
         "init_args": {
@@ -357,12 +350,8 @@ def test_a_key_is_in_no_file_of_a_run(workplace, monkeypatch, capsys):
     }
     whole = CONFIG | {"data": CONFIG["data"] | {"init_args": data}, "trainer": trainer}
     Path("judged.yaml").write_text(yaml.safe_dump(whole))
-    try:
+    with serving(server):
         assert main(["fit", "--config", "judged.yaml"]) == 0
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert set(server.seen) == {f"Bearer {SECRET}"}  # type: ignore[attr-defined]
     files = [file for file in (workplace / "runs").rglob("*") if file.is_file()]
     kinds = {file.suffix for file in files}

@@ -1,4 +1,4 @@
-"""Seeds of a command: one that was drawn is told and kept."""
+"""Test seeds of a command: one that was drawn is told and kept."""
 
 import copy
 import json
@@ -10,16 +10,14 @@ import yaml
 from lightning_rl.cli import main
 from lightning_rl.run.seeding import drawn_seed
 from tests.support.bad_configs import CONFIG, furnish
+from tests.support.recorded_run import stand_in
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def workplace(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(tmp_path, monkeypatch)
     for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     furnish(tmp_path, tiny_model)

@@ -13,7 +13,7 @@ from tests.support.small_run import data_module, grpo, trainer_of
 
 @pytest.fixture
 def starts(monkeypatch):
-    """A list that grows by one with every engine that is started."""
+    """Return a list that grows by one with every engine that is started."""
     found, start = [], TransformersEngine.start
 
     def noting(self, *arguments, **options):

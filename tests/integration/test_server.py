@@ -1,4 +1,4 @@
-"""VLLMServer with two real servers: requests, and pushes by every transport.
+"""Test VLLMServer with two real servers: requests, and pushes by every transport.
 
 Every test pushes first, so each finds the engine as it wants it, whatever the one before did.
 What it does as every engine does is in test_engine_contract.py, and its faults are
@@ -108,7 +108,7 @@ def slow(way):
     return pytest.param(way, marks=pytest.mark.slow)
 
 
-# By memory and by files in the way of every engine: test_engine_contract.py.
+# Memory and files are tested as for every engine: test_engine_contract.py.
 TRANSPORTS = {
     "collective": lambda tmp: CollectiveTransport(bucket_mb=0.05),
     "memory_two_buckets": lambda tmp: MemoryTransport(bucket_mb=0.05, keep_copy=False),
@@ -134,7 +134,7 @@ def test_a_push_replaces_all_weights_of_all_replicas(tiny_model, tmp_path, weigh
 
 def test_a_transport_that_servers_cannot_import_is_named(tmp_path, weights, engine, own_transport):
     class Elsewhere(own_transport):
-        """Of a module that only this process has."""
+        """A class of a module that only this process has."""
 
         __module__, __qualname__ = "only_here", "Elsewhere"
         fetch = staticmethod(own_transport.fetch)
@@ -147,12 +147,12 @@ def test_a_transport_that_servers_cannot_import_is_named(tmp_path, weights, engi
 
 @pytest.fixture
 def lora_policy(tiny_model):
-    """Of each layer that vLLM fuses, one part is adapted."""
+    """Return a policy with a LoRA on one part of each layer that vLLM fuses."""
     return Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj", "gate_proj"]))
 
 
 def test_adapters_alone_are_merged_by_all_replicas(tiny_model, lora_policy, engine):
-    """As by each engine's transports, by a collective one; the second push brings no base."""
+    """A collective transport does as each engine's own ones do; the second push brings no base."""
     transport = CollectiveTransport(bucket_mb=0.05, adapters_only=True)
     with connected(transport, engine):
         for version in (0, 1):
@@ -168,7 +168,7 @@ def test_adapters_alone_are_merged_by_all_replicas(tiny_model, lora_policy, engi
 
 @pytest.mark.parametrize("kind", [MemoryTransport, slow(CollectiveTransport)])
 def test_what_is_frozen_is_pushed_to_all_replicas_once(tiny_model, engine, kind):
-    """Of a LoRA that is merged, all layers but those that are adapted; each is compared."""
+    """All layers of a merged LoRA are compared; those that are not adapted are pushed once."""
     policy = Policy(str(tiny_model), lora=LoRA(rank=4, target_modules=["v_proj"]))
     sent, whole = SentWeights(), len(dict(policy.named_weights()))
     with connected(kind(), engine) as transport:

@@ -1,4 +1,4 @@
-"""The fault table of two real vLLM servers: what is broken, and what comes of it.
+"""Test the fault table of two real vLLM servers: what is broken, and what comes of it.
 
 A line of docs/sync.md is a ``with fault(...)`` block here (``python -m benchmarks.faults``). Every
 test pushes first. It takes minutes: servers that were killed start anew, and others are waited for.
@@ -65,7 +65,7 @@ def engine(servers):
 
 
 def engine_core(replica) -> int:
-    """The process that takes the steps of a push; the server before it goes on answering."""
+    """Return the process that takes the steps of a push; the server before it goes on answering."""
     names = {
         pid: Path(f"/proc/{pid}/comm").read_text()
         for pid in processes_of(replica._process._process.pid)
@@ -122,7 +122,7 @@ def test_a_truncated_file_is_named(tiny_model, tmp_path, weights, engine, fault)
 
 
 def test_a_cache_that_is_not_reset_shows(monkeypatch, tiny_model, weights, engine, fault):
-    """What the probe after each sync sees: that it can fail."""
+    """The probe after each sync can fail: here it does."""
     replica = engine.replicas[0]
     engine.load_weights(weights.items(), 1)
     gap(replica, plain_model(tiny_model, weights))  # fills the cache
@@ -279,7 +279,7 @@ def test_when_all_replicas_are_gone_there_is_an_error_in_time(monkeypatch, weigh
 
 
 def shared_memory(session: int) -> set[str]:
-    """Files of shared memory that a server's processes use."""
+    """Return files of shared memory that a server's processes use."""
     maps = [Path(f"/proc/{pid}/maps").read_text() for pid in processes_of(session)]
     return {word for text in maps for word in text.split() if word.startswith("/dev/shm/psm_")}
 

@@ -1,4 +1,4 @@
-"""A server whose model is shared by two processes, with real vLLM and gloo between them."""
+"""Test a server whose model is shared by two processes, with real vLLM and gloo between them."""
 
 import pytest
 import torch

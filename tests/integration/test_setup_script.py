@@ -1,4 +1,4 @@
-"""install/setup.sh, run for real on a copy: each way it can fail says what to do."""
+"""Test install/setup.sh on a copy, for real: each way it can fail says what to do."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with what the script reads; no .venv."""
+    """Make a folder with what the script reads; no .venv."""
     shutil.copytree(ROOT / "install", tmp_path / "install")
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     return tmp_path

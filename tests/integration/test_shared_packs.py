@@ -1,4 +1,4 @@
-"""Packs that several processes compute together: the same numbers and gradients as one by one.
+"""Test packs that several processes compute together: the same numbers and gradients as one by one.
 
 Slow: every layout computes in two or four processes that exchange each layer.
 """
@@ -37,9 +37,9 @@ MODELS = {
     "four_heads": dense(Qwen3Config, 4, 2, head_dim=16),
     # Two ranks share its queries.
     "one_head": dense(Qwen2Config, 1, 1),
-    # Of four ranks two share the heads, and two such pairs the queries.
+    # Two of four ranks share the heads, and two such pairs the queries.
     "two_heads": dense(Qwen2Config, 2, 1),
-    # Of four ranks the two that share matrices have a head each.
+    # The two of four ranks that share matrices have a head each.
     "one_left": dense(Qwen3Config, 2, 2, head_dim=16),
     # A layer sees seven tokens, and rollouts have up to 23.
     "windows": dense(
@@ -75,7 +75,7 @@ PACKS = {
 
 @pytest.fixture(scope="session")
 def measured(together, tmp_path_factory) -> Callable[[str, int, str], list[dict[str, float]]]:
-    """What each rank finds in a scenario of ``benchmarks.parallel.ranks``, with a model."""
+    """Return what each rank finds in a scenario of ``benchmarks.parallel.ranks``, with a model."""
     paths = {}
 
     def run(kind: str, ranks: int, scenario: str) -> list[dict[str, float]]:
@@ -89,7 +89,7 @@ def measured(together, tmp_path_factory) -> Callable[[str, int, str], list[dict[
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory) -> dict[str, str]:
-    """Models that see."""
+    """Return models that see."""
     folder = tmp_path_factory.mktemp("families")
     return {family: str(save_vision_model(folder / family, family)) for family in FAMILIES}
 
@@ -138,7 +138,7 @@ def test_shared_packs_that_see(together, families, family, way, sees):
     ],
 )  # fmt: skip
 def test_each_keeps_a_share_of_a_rollouts_activations(measured, kind, ranks, layout):
-    """As it is planned, but for what is kept to bring scores to their owner.
+    """The share is as planned, but for what is kept to bring scores to their owner.
 
     The plan is of the rank that keeps most: those that share queries read more or fewer keys.
     """
@@ -163,7 +163,7 @@ def test_gathered_keys_are_not_kept_where_layers_are_recomputed(measured):
     ("kind", "scenario"), [("dense", "tensor_peak"), ("qwen3_moe_2", "expert_peak")]
 )
 def test_an_update_takes_the_memory_that_is_planned(measured, kind, scenario):
-    """With four, the most depends on how far they are apart: ``benchmarks.parallel`` tells it."""
+    """The most memory of four ranks depends on their distance: see ``benchmarks.parallel``."""
     results = measured(kind, 2, scenario)
     most = max(result["measured"] for result in results)
     assert most == pytest.approx(results[0]["planned"], rel=0.05)

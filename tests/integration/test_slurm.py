@@ -45,10 +45,10 @@ def call(slurm: dict[str, str], folder: Path, *command: str) -> str:
 
 
 def submit(slurm: dict[str, str], folder: Path) -> str:
-    """The job's number."""
+    """Submit a job; return its number."""
     slurm |= {
         "PATH": f"{Path(sys.executable).parent}:{slurm['PATH']}",
-        # As nodes these have no names that anything could look up.
+        # These nodes have no names that anything could look up.
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "PYTHONPATH": str(ROOT),
@@ -57,7 +57,7 @@ def submit(slurm: dict[str, str], folder: Path) -> str:
 
 
 def wait_until(slurm: dict[str, str], folder: Path, job: str, said: str) -> str:
-    """What the job printed, once it holds the words."""
+    """Return what the job printed, once it holds the words."""
     output = folder / OUTPUT.format(job=job)
 
     def found() -> bool:
@@ -85,7 +85,7 @@ def start_again(slurm: dict[str, str], folder: Path, job: str) -> None:
 
 
 def wait_for_the_end(slurm: dict[str, str], folder: Path, job: str, seconds: float = 150) -> str:
-    """How the job ended, as Slurm says."""
+    """Return how the job ended, as Slurm says."""
 
     def shown() -> str:
         words = call(slurm, folder, "scontrol", "show", "job", job).split()
@@ -131,7 +131,7 @@ def test_a_preempted_job_makes_way_goes_on_and_ends_as_if_it_had_not(slurm, tiny
 
 
 def slow_run(folder: Path, model: Path) -> Path:
-    """Twenty iterations of half a second and more: time to be preempted in."""
+    """Configure twenty iterations of half a second and more: time to be preempted in."""
     configure(folder, model, iterations=20)
     (folder / "slow_rewards.py").write_text(
         "import time\n\n\ndef length(completions, **columns):\n    time.sleep(0.5)\n"
@@ -150,7 +150,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
 
 
 def require_same_run(ours: Path, theirs: Path) -> None:
-    """The same weights and metrics, to the bit, but for those of time."""
+    """Require the same weights and metrics, to the bit, but for those of time."""
     states = [
         torch.load(run / "runs/one/version_0/checkpoints/last.ckpt", weights_only=True)
         for run in (ours, theirs)
@@ -195,7 +195,7 @@ data:
     iterations_per_epoch: 2
 trainer: {{accelerator: cpu, precision: 32-true, max_epochs: 1}}
 """
-"""What makes of the example of 8B parameters one that a CPU computes."""
+"""The changes that make of the 8B example one that a CPU computes."""
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -209,7 +209,7 @@ def wide_slurm(tmp_path):
 
 
 def test_one_node_trains_while_servers_on_the_other_generate(wide_slurm, tmp_path):
-    """The configuration and the launch file of the example, with two processes a node."""
+    """The example's configuration and launch file run, with two processes a node."""
     prepare(tmp_path, "qwen3-8b", **SIZES)
     model, recipe = tmp_path / "qwen3-8b", ROOT / "recipes" / "math"
     (tmp_path / "small.yaml").write_text(SMALL.format(model=model, rows=tmp_path))

@@ -1,4 +1,4 @@
-"""Staged runs in processes that are killed, with jobs that train.
+"""Test staged runs in processes that are killed, with jobs that train.
 
 Slow: a staged run is killed at every request that it makes, and each time resumed.
 """
@@ -36,17 +36,13 @@ def last_line(*command: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.timeout(600)
-def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_been(tmp_path):
-    told = last_line("tests.support.staged_kills", str(tmp_path), "40")
-    assert told["points"] > 6
-    assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
-
-
 @pytest.mark.timeout(3600)
-def test_killed_at_all_requests(tmp_path):
-    told = last_line("tests.support.staged_kills", str(tmp_path), "1")
-    assert told["points"] > 100
+@pytest.mark.parametrize(("every", "least"), [("40", 6), ("1", 100)])
+def test_killed_at_requests_a_run_buys_no_job_twice_and_ends_as_if_it_had_not_been(
+    tmp_path, every, least
+):
+    told = last_line("tests.support.staged_kills", str(tmp_path), every)
+    assert told["points"] > least
     assert (told["unequal"], told["jobs_repeated"]) == ([], 0)
 
 
@@ -148,7 +144,7 @@ def test_a_run_that_is_killed_while_its_job_trains_finds_it_done(
 
 
 def gap(one: Path, other: str) -> float:
-    """How far the weights of two models are apart."""
+    """Return how far the weights of two models are apart."""
     theirs = dict(Policy(other).named_weights())
     weights = Policy(str(one)).named_weights()
     return max(float((w - theirs[name]).abs().max()) for name, w in weights)
@@ -176,7 +172,7 @@ def test_a_job_of_pairs_raises_the_chosen_answer(model, tmp_path, monkeypatch):
 
 
 def margin(model: str) -> float:
-    """log p(yes) - log p(no)."""
+    """Return log p(yes) - log p(no)."""
     tokenizer = chatml_tokenizer()
     lm = AutoModelForCausalLM.from_pretrained(model)
     asked = tokenizer("<|im_start|>user\n2?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]

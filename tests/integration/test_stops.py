@@ -1,6 +1,6 @@
 """A run is stopped by signals, failures, full disks and damage, and goes on exactly where it was.
 
-With all that has a state in one run; tests/integration/test_resume.py resumes other kinds.
+The run has all that has a state; tests/integration/test_resume.py resumes other kinds.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Dice(RLCallback):
 
 
 def fit(tiny_model, tmp_path, *extra, ckpt_path="last", saver=None, **data) -> PolicyModule:
-    """A short run with all that has a state: critic, reference, coefficient, schedule, Adam."""
+    """Fit shortly with all that has a state: critic, reference, coefficient, schedule, Adam."""
     module = everything(str(tiny_model))
     module.allow_changes = True  # of agents that stop the run, say
     callbacks = [
@@ -84,7 +84,7 @@ def version(tmp_path, number=0) -> Path:
 
 
 def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()) -> list[dict]:
-    """Lines of a file without times and some other columns, at any depth.
+    """Return lines of a file without times and some other columns, at any depth.
 
     The row of an iteration after which a signal stopped the run has no times.
     """
@@ -97,7 +97,7 @@ def rows(directory: Path, file: str = "metrics.jsonl", but: tuple[str, ...] = ()
 
 
 def assert_same_run(directory: Path, whole: Path, batched_alike: bool = True) -> None:
-    """Everything that a run leaves behind is what the uninterrupted one left.
+    """Require that everything that a run leaves behind is what the uninterrupted one left.
 
     The last bits of an engine's logprobs depend on what it generates at the same time.
     """
@@ -126,7 +126,7 @@ def whole(tiny_model, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("done", [1, 4])
 def test_a_killed_run_goes_on_from_any_iteration(tiny_model, tmp_path, whole, done):
-    # What a kill after this checkpoint leaves: later rows and rollouts too, the last cut in two.
+    # A kill after this checkpoint leaves later rows and rollouts too, the last cut in two.
     directory = version(tmp_path)
     shutil.copytree(whole, directory, symlinks=True)
     for later in range(done + 1, ITERATIONS + 1):
@@ -256,7 +256,7 @@ def test_a_failed_reward_leaves_the_rollouts_for_the_next_start(tiny_model, tmp_
         fit(tiny_model, tmp_path, rewards=[broken_once], saver=IterationCheckpoint(100))
     again = SignalWhileCollecting(1000, signal.SIGTERM)  # counts
     fit(tiny_model, tmp_path, agent=again)
-    # Of three evaluations of 2 and four batches of 8, only those of the failed batch are left out.
+    # Only the failed batch's evaluations and batches, of three of 2 and four of 8, are left out.
     assert 1000 - again.left == 3 * 2 + 3 * 8
     assert_same_run(version(tmp_path), whole)
 
@@ -291,7 +291,7 @@ def test_an_asynchronous_save_is_waited_for(tiny_model, tmp_path, whole):
 
 
 class FullDisk(RLCallback):
-    """From an iteration on, no file may grow beyond 64 KiB."""
+    """Forbids files to grow beyond 64 KiB from an iteration on."""
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         if pl_module.iteration == 2:
@@ -317,7 +317,7 @@ def test_a_run_stops_when_the_disk_is_full(tiny_model, tmp_path, whole, asynchro
 
 
 class FullLog(RLCallback):
-    """From an iteration on, the disk with the rows of metrics takes no more."""
+    """Fills the disk that holds the rows of metrics from an iteration on."""
 
     def on_update_start(self, trainer, pl_module, batch) -> None:
         if pl_module.iteration == 2:

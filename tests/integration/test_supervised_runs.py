@@ -13,6 +13,7 @@ import yaml
 
 from benchmarks.kill.compare import differences
 from lightning_rl.cli import main
+from tests.support.recorded_run import stand_in
 from tests.support.resumed import is_time
 from tests.support.tiers import slow
 
@@ -50,20 +51,17 @@ SAVER = {
 
 @pytest.fixture
 def place(tiny_model, tmp_path, monkeypatch) -> Path:
-    """The working directory, with rows, a model and a callback that kills."""
+    """Prepare the working directory, with rows, a model and a callback that kills."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[:5]))
     (tmp_path / "killer.py").write_text(KILLER)
     (tmp_path / "model").symlink_to(tiny_model)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")
+    stand_in(tmp_path, monkeypatch)
     return tmp_path
 
 
 def write(kind, name, *callbacks, **trainer):
-    """A configuration whose logs are in ``runs/NAME``."""
+    """Write a configuration whose logs are in ``runs/NAME``."""
     module, data = CLASSES[kind]
     read = {"class_path": "JSONLPrompts"}
     rows = {key: read | {"init_args": {"path": f"{file}.jsonl"}}
@@ -89,7 +87,7 @@ def fit(name, *options):
 
 
 def fit_apart(name):
-    """In a process of its own; its exit status."""
+    """Fit in a process of its own; return its exit status."""
     command = [sys.executable, "-m", "lightning_rl", "fit", "--config", f"{name}.yaml",
                "--ckpt_path", "last"]  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{Path.cwd()}:{os.environ.get('PYTHONPATH', '')}"}
@@ -97,7 +95,7 @@ def fit_apart(name):
 
 
 def result(name):
-    """The last weights, optimizer and random states, and the rows of metrics but for times."""
+    """Return the last weights, optimizer, random states, and rows of metrics but for times."""
     run = Path("runs", name, "version_0")
     assert not run.with_name("version_1").exists(), "another run began"
     state = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)

@@ -18,7 +18,7 @@ pytest.importorskip("vllm")
 
 @pytest.fixture
 def url(tiny_model):
-    """The address of ``vllm serve`` with the tiny model."""
+    """Yield the address of ``vllm serve`` with the tiny model."""
     command = [
         sys.executable,
         "-m",

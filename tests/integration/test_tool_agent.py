@@ -1,4 +1,4 @@
-"""ToolAgent on real vLLM: its tool-call parsers, and turns that share a cached prefix."""
+"""Test ToolAgent on real vLLM: its tool-call parsers, and turns that share a cached prefix."""
 
 import asyncio
 
@@ -62,7 +62,7 @@ NAMED = {
     "llama3_json": ('{"name": "', '", "parameters": {}}', ""),
     "pythonic": ("[", "()]", ""),
 }
-"""What stands before a tool's name, after it, and at the end of a call without arguments."""
+"""The text before a tool's name, after it, and at the end of a call without arguments."""
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -81,13 +81,13 @@ def test_a_name_that_is_not_closed_is_no_call(name):
     cut = [header[:length] for length in range(len(begin) + 1, len(header) + 1)]
     unclosed = [f"{header}\n{end}", f"{begin}{end}"] if end else []
     for text in [*cut, *unclosed, f"{header}\n{begin}now{close}{end}"]:
-        # Of two, the second may be read.
+        # The second of two may be read.
         read = [call for call in parser.parse(text)[1] if call.error is None]
         assert read in ([], [whole] if text.count("now") == 2 else []), text
 
 
 def test_arguments_are_read_as_often_however_many_there_are(monkeypatch):
-    """For who streams, vLLM reads all of a call's anew at each piece of it."""
+    """A streaming client makes vLLM read all of a call's arguments anew at each piece."""
     parser = VLLMParser("qwen3_coder")
     parser.configure(chat_tokenizer("qwen2_5"), [tool_schema(add)])
     engine, read = parser._parser._parser_engine, []

@@ -1,4 +1,4 @@
-"""torchrl's MCAdvantage, whose import takes seconds, on a view of the packed batch."""
+"""Test torchrl's MCAdvantage, whose import takes seconds, on a view of the packed batch."""
 
 import pytest
 from torchrl.data import ListStorage, ReplayBuffer

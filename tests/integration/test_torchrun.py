@@ -1,4 +1,4 @@
-"""``launch/torchrun/fit.sh`` on two nodes, both on the loopback interface.
+"""Test ``launch/torchrun/fit.sh`` on two nodes, both on the loopback interface.
 
 Slow: each launch starts two nodes, every one of which imports all and trains.
 """
@@ -21,7 +21,7 @@ SCRIPT = ROOT / "launch" / "torchrun" / "fit.sh"
 
 
 def two_nodes(folder: Path) -> list[int]:
-    """Statuses of the same command on each node, in a folder that both see."""
+    """Run the same command on each node, in a folder that both see; return the statuses."""
     port = free_port()
     nodes = []
     for rank in (0, 1):

@@ -51,7 +51,7 @@ def test_ten_iterations_raise_the_reward_and_every_callback_does_its_part(
     accuracy = column(report.history, "eval/accuracy")
     assert accuracy[-1] > accuracy[0] + 0.3
 
-    # On policy throughout: engine and trainer agree, and nothing is stale.
+    # Engine and trainer agree on policy throughout, and nothing is stale.
     assert max(column(report.history, "sync/probe_gap")) < 1e-4
     assert max(column(report.history, "rollout/logprob_gap_max")) < 1e-4
     assert set(column(report.history, "rollout/staleness_max")) == {0.0}
@@ -185,7 +185,7 @@ def test_chat_prompts_get_chat_completions(tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tiny_model, tmp_path_factory):
-    """A checkpoint of a run with a critic."""
+    """Return a checkpoint of a run with a critic."""
     tmp_path = tmp_path_factory.mktemp("ckpt")
     trainer = trainer_of(tmp_path, [WeightSync(), RunReport(), StepTimer()])
     trainer.fit(ppo(tiny_model), data_module(iterations_per_epoch=1, groups_per_iteration=2))

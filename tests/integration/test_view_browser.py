@@ -1,4 +1,4 @@
-"""The viewer's page in a real Chromium that is offline: what a person sees and clicks.
+"""Test the viewer's page in a real Chromium that is offline: what a person sees and clicks.
 
 ``make browser`` installs one; the tests are skipped where there is none.
 """
@@ -27,7 +27,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 
 def find_browser() -> str | None:
-    """``CHROMIUM`` names it; else what ``make browser`` installed, else what is on the path."""
+    """Return what ``CHROMIUM`` names; else what ``make browser`` installed or is on the path."""
     installed = ROOT / "build" / "browser" / "chromium"
     given = os.environ.get("CHROMIUM") or (str(installed) if installed.exists() else None)
     return given or next(filter(None, map(shutil.which, NAMES)), None)
@@ -75,7 +75,7 @@ def planted(tmp_path) -> Run:
 
 
 def listed(page) -> list[str]:
-    """Ids of the rollouts on the list's current page."""
+    """Return ids of the rollouts on the list's current page."""
     return page.evaluate(
         "[...document.querySelectorAll('[data-rollout]')]"
         ".map((row) => view.rollouts[row.dataset.rollout].id)"
@@ -95,7 +95,7 @@ def fill(page, name: str, value: str) -> None:
 
 
 def tip(page) -> dict[str, str]:
-    """The hovering table, as it reads."""
+    """Return the hovering table, as it reads."""
     rows = page.locator("#tip tr").all_inner_texts()
     return dict(row.split("\t") for row in rows)
 
@@ -216,7 +216,7 @@ ARABIC = "الجواب"
 
 
 def test_the_list_shows_the_question_and_the_end_of_the_answer(show, planted):
-    """Whatever is cut: its middle is not told apart by a browser's text, so by what is in sight."""
+    """A browser's text does not tell what is cut, so the test looks at what is in sight."""
     chat = [{"role": "system", "content": "Be brief. " * 99}, {"role": "user", "content": HOSTILE}]
     texts = [
         f"{'on and on ' * 99}so it is 7.",
@@ -408,7 +408,7 @@ def test_colours_follow_the_chosen_quantity(show, planted):
     page = show(planted, fragment="#rollouts")
 
     def alphas() -> list[float]:
-        """Opacity of each token's background."""
+        """Return opacity of each token's background."""
         return page.evaluate(
             "[...document.querySelectorAll('#completion .token')].map((token) => {"
             " const found = getComputedStyle(token).backgroundColor.match(/[\\d.]+/g);"

@@ -1,4 +1,4 @@
-"""Runs on pictures: a tiny image-text model is trained end to end.
+"""Test runs on pictures: a tiny image-text model is trained end to end.
 
 Slow: each run trains a model that sees from the start.
 """
@@ -104,7 +104,7 @@ def gap(trainer):
 
 
 def changed(module, model):
-    """Names of weights that a run has changed, by part."""
+    """Return names of weights that a run has changed, by part."""
     before = PolicyModule(str(model), vision=module.vision)
     before.configure_model()
     old = dict(before.policy.lm.named_parameters())
@@ -134,7 +134,7 @@ def test_a_projector_alone(qwen, rows, tmp_path):
 
 
 def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
-    """Of a batch cut into minibatches and small packs, scored twice by a critic too."""
+    """A batch is cut into minibatches and small packs, and scored twice by a critic, too."""
     module, trainer = run(
         qwen, rows, tmp_path, advantage=GAE(), critic=SharedValueHead(), ppo_epochs=2,
         minibatches=2, max_tokens_per_pack=64, kl=K3Penalty(), gradient_checkpointing=True,

@@ -1,4 +1,4 @@
-"""VLLMAdapters: two LoRA policies on one base in one vLLM; the rest is in the contract.
+"""Test VLLMAdapters: two LoRA policies on one base in one vLLM; the rest is in the contract.
 
 That is in test_adapters_contract.py.
 """
@@ -39,7 +39,7 @@ def trainers(tiny_model, running):
 
 @pytest.fixture
 def engine(trainers, running):
-    """With adapters of versions 3 and 7, whose weights a seed of the same number makes."""
+    """Return an engine with adapters of versions 3 and 7, whose weights come from seeds 3 and 7."""
     trainers.push("prover", 3)
     trainers.push("verifier", 7)
     return running
@@ -51,7 +51,7 @@ def test_what_is_cached_of_old_weights_is_not_met(engine, trainers):
     old = engine._served[view]
     trainers.push("prover", 4)
     assert gap(view, trainers.plain("prover")) < ROUNDING
-    # By the old name the old keys and values are found: that this test can fail.
+    # The old name still finds the old keys and values, so this test can fail.
     engine._served[view] = old
     assert gap(view, trainers.plain("prover")) > 1e-2
 
@@ -90,7 +90,7 @@ def test_ranks_that_vllm_has_no_room_for_are_named(engine, trainers):
 
 @pytest.mark.slow
 def test_a_model_whose_ends_vllm_could_adapt_too(tmp_path):
-    """Of some models vLLM would adapt the embedding and the logits, at a price for every token."""
+    """vLLM would adapt the embedding and logits of some models, at a price for every token."""
     model = tmp_path / "model"
     sizes = {"vocab_size": 16, "head_dim": 32, "max_position_embeddings": 128}
     save_random_model(model, make_tokenizer(), Qwen3Config, initializer_range=0.2, **sizes)

@@ -1,4 +1,4 @@
-"""What vLLM's own code makes of our arguments on GPUs, its platform faked: cards, and their memory.
+"""Test vLLM's own code with our arguments on faked GPUs: cards, and their memory.
 
 That an engine really gets there is for a machine with GPUs.
 """
@@ -12,7 +12,7 @@ from vllm.usage.usage_lib import UsageContext
 
 
 class Cards(interface.Platform):
-    """Of 80 GB each, seen through CUDA_VISIBLE_DEVICES."""
+    """Cards of 80 GB each, seen through CUDA_VISIBLE_DEVICES."""
 
     _enum = interface.PlatformEnum.CUDA
     device_name, device_type = "cuda", "cuda"
@@ -44,7 +44,7 @@ def test_the_device_that_it_is_told_is_the_one_of_that_number_here(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assigned = EngineArgs(model=str(skeleton), device_ids=[1])._resolve_device_ids()
     assert assigned == [physical]
-    # What its worker does with that, and with its local rank of 0.
+    # The worker does this with that, and with its local rank of 0.
     interface.set_assigned_physical_gpu_ids(assigned)
     assert Cards.logical_device_id_to_visible_device_id(0) == 1
 

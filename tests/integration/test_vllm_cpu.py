@@ -1,4 +1,4 @@
-"""What replaces vLLM's own layers on CPUs computes the same, or is left out."""
+"""Test that what replaces vLLM's own layers on CPUs computes the same, or is left out."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def configured():
 
 
 def norm(width, **options):
-    """With weights away from 1."""
+    """Make a norm with weights away from 1."""
     layer = RMSNorm(width, eps=1e-5, **options)
     with torch.no_grad():
         layer.weight.uniform_(0.5, 2.0)
@@ -38,7 +38,7 @@ def x(*shape, dtype=torch.float32, scale=3.0):
 
 
 def replaced(layer):
-    """Whether it is computed otherwise than vLLM does."""
+    """Tell whether a layer is computed otherwise than vLLM does."""
     before = layer._forward_method
     use_cpu_kernels(nn.Sequential(layer))
     return layer._forward_method != before
@@ -48,7 +48,7 @@ def replaced(layer):
 @pytest.mark.parametrize("width", [32, 64, 192, 1024])
 def test_norms_equal_their_formula(dtype, width):
     layer = norm(width, dtype=dtype)
-    # Without bfloat16 in the CPU vLLM's kernel does not round, and is left alone.
+    # vLLM's kernel does not round where the CPU lacks bfloat16, and is left alone.
     assert replaced(layer) or (dtype == torch.bfloat16 and not HAS_BFLOAT16)
     rows, residual = x(7, width, dtype=dtype), x(7, width, dtype=dtype, scale=5.0).flip(0)
 

@@ -1,4 +1,4 @@
-"""VLLMLocal beside a trainer in one process: threads, kernels, memory, starts and ends.
+"""Test VLLMLocal beside a trainer in one process: threads, kernels, memory, starts and ends.
 
 What it does as every engine does is in test_engine_contract.py.
 """
@@ -34,7 +34,7 @@ from tests.support.engine_checks import (
 
 @pytest.fixture
 def engine(vllm, weights):
-    """The engine with the tiny model's weights, as version 3."""
+    """Return the engine with the tiny model's weights, as version 3."""
     vllm.load_weights(weights.items(), 3)
     return vllm
 
@@ -78,7 +78,7 @@ def test_more_prompt_tokens_than_one_step_takes(engine):
 
 
 def test_other_threads_draw_as_if_it_were_not_there(engine):
-    """What is sampled, too, comes from seeds alone."""
+    """The sampled tokens come from seeds alone, too."""
     sampling = Sampling(max_tokens=100, min_tokens=100)
     expected = generate(engine, PROMPTS[:3], sampling)
     torch.manual_seed(5)
@@ -99,7 +99,7 @@ def test_a_push_drops_the_prefix_cache(monkeypatch, tiny_model, weights, engine)
     assert gap(engine, old) < ROUNDING  # fills the cache
     engine.load_weights(changed.items(), 4)
     assert gap(engine, new) < ROUNDING
-    # Without the reset the old keys and values poison what follows: that this test can fail.
+    # The old keys and values poison what follows without the reset, so this test can fail.
     monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda **_: True)
     engine.load_weights(weights.items(), 5)
     assert gap(engine, old) > 1e-2
@@ -147,7 +147,7 @@ def test_a_process_with_fewer_threads_for_torch_and_new_groups_after_the_engine(
 
 
 def test_a_push_holds_a_layer_at_a_time(weights, engine):
-    """Of weights that are made as they are asked for, as where they are sharded or cast."""
+    """The pushed weights are made as they are asked for, as where they are sharded or cast."""
     live, most = 0, 0
 
     def free(size):
@@ -178,7 +178,7 @@ def test_a_push_holds_a_layer_at_a_time(weights, engine):
 
 
 def test_a_push_that_fails_inside_leaves_no_engine_to_generate_with(monkeypatch, weights, engine):
-    """As when vLLM takes the names but not all of the weights."""
+    """vLLM takes the names here, but not all of the weights."""
     norm = "model.norm.weight"
     monkeypatch.delitem(engine._shapes, norm)
     with pytest.raises(WeightSyncError, match=rf"left 1 of the engine's weights .* '{norm}'"):
@@ -188,7 +188,7 @@ def test_a_push_that_fails_inside_leaves_no_engine_to_generate_with(monkeypatch,
 
 
 def close_in_the_middle(engine):
-    """Of a request, from another thread, as a trainer does; the engine is paused besides."""
+    """Close the paused engine during a request, from another thread, as a trainer does."""
 
     async def run():
         request = asyncio.create_task(engine.generate([3], Sampling(max_tokens=100), 0))
@@ -205,7 +205,7 @@ def close_in_the_middle(engine):
 def test_an_engine_can_be_closed_and_started_again_beside_another(
     tiny_model, skeleton, weights, engine
 ):
-    """And neither life disturbs the process around it."""
+    """Neither life disturbs the process around it."""
     torch.manual_seed(1), random.seed(1), np.random.seed(1)  # noqa: NPY002
     torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")

@@ -1,4 +1,4 @@
-"""VLLMLocal in other formats than the trainer's: a float32 head, weights in fp8."""
+"""Test VLLMLocal in other formats than the trainer's: a float32 head, weights in fp8."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ SAMPLING = Sampling(max_tokens=30, min_tokens=30)
 
 
 def gaps(engine, plain):
-    """Of each token's logprob, to the model in float32."""
+    """Return the gap of each token's logprob to the model in float32."""
     found = []
     for prompt, completion in zip(PROMPTS, generate(engine, PROMPTS, SAMPLING), strict=True):
         expected = true_logprobs(plain, prompt, completion.token_ids, SAMPLING)
@@ -30,7 +30,7 @@ def gaps(engine, plain):
 
 
 def hidden_and_logprobs(engine, prompt):
-    """What the head was given for each token of a completion, and the logprobs that came of it."""
+    """Return the head's input for each token of a completion, and the logprobs that came of it."""
     seen = []
 
     def listen(model):
@@ -61,7 +61,7 @@ def test_a_float32_head_rounds_no_logits(vllm_in, weights, fp32):
 
 
 def scales(engine):
-    """Of all quantized layers."""
+    """Return the scales of all quantized layers."""
 
     def read(model):
         return {n: p.clone() for n, p in model.named_parameters() if n.endswith("weight_scale")}

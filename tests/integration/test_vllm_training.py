@@ -1,4 +1,4 @@
-"""Training on rollouts of a real vLLM engine, its weight sync, and what comes out of it."""
+"""Test training on rollouts of a real vLLM engine, its weight sync, and what comes out of it."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ PREFIX = "0123456789" * 4
 
 
 def fit(tiny_model, tmp_path, engine, *callbacks, iterations=2, trainer=None, data=None, **module):
-    """One epoch of GRPO; returns the module and every iteration's metrics."""
+    """Fit one epoch of GRPO; return the module and every iteration's metrics."""
     prompts = IterablePrompts([{"prompt": f"{PREFIX}{n}="} for n in range(10, 30)], seed=1)
     module = PolicyModule(
         str(tiny_model),
@@ -87,7 +87,7 @@ def test_a_model_object_a_list_and_a_function_are_enough(tiny_model, tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tiny_model, tmp_path_factory, vllm):
-    """A run with every callback: (run directory, module, metrics)."""
+    """Run with every callback; return (run directory, module, metrics)."""
     tmp_path = tmp_path_factory.mktemp("grpo")
     callbacks = [
         WeightSync(), Evaluate(every_n_iterations=5), PreviewTable(), HFExport(), RLProgressBar(),
@@ -177,7 +177,7 @@ def test_the_probe_finds_a_prefix_cache_that_was_not_reset(monkeypatch, tiny_mod
 
 
 class Rollouts(RLCallback):
-    """All tokens that were sampled, and the versions that wrote them."""
+    """Records all tokens that were sampled, and the versions that wrote them."""
 
     def __init__(self) -> None:
         self.tokens: list[list[int]] = []

@@ -77,7 +77,7 @@ def fit(tiny_model, tmp_path, engine, ckpt_path=None, **data):
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """The weights that an undisturbed run ends with."""
+    """Return the weights that an undisturbed run ends with."""
     module = fit(tiny_model, tmp_path_factory.mktemp("whole"), Stalling(HEALTHY))
     return {name: weight.clone() for name, weight in module.policy.named_weights()}
 
@@ -114,7 +114,7 @@ def test_the_run_stops_is_saved_and_ends_as_if_nothing_had_been(
 def test_a_step_that_hangs_in_the_main_thread_is_told_and_stops_the_run(
     tiny_model, tmp_path, monkeypatch, caplog
 ):
-    """Where the engine has several threads, and so computes in the thread that trains."""
+    """The engine has several threads, and so computes in the thread that trains."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     engine = BlocksTheLoop(2 * 4 + 3)
 

@@ -44,7 +44,7 @@ class Trainers:
         push(self.transports[name], self.engine.of_policy(name), self.policies[name], version)
 
     def plain(self, name: str) -> Any:
-        """How transformers computes what was pushed last, merged."""
+        """Compute with transformers what was pushed last, merged."""
         return plain_model(self.model, self._weights[name])
 
     def check(self, name: str, completions: Sequence[Completion]) -> None:
@@ -57,7 +57,7 @@ def asked(
     prompts: Sequence[list[int]] = PROMPTS,
     sampling: Sampling = FIXED,
 ) -> list[list[Completion]]:
-    """All prompts for all roles, in flight together, so that each prompt is of two policies."""
+    """Ask all prompts for all roles, in flight together, so that each prompt is of two policies."""
 
     async def ask(prompt: list[int], seed: int) -> list[Completion]:
         ways = (engine.of_role(role).generate(prompt, sampling, seed) for role in roles)

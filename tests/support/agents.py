@@ -1,25 +1,21 @@
-"""Engines, environments and tools for agents that are tested."""
+"""Provide engines, environments and tools for agents that are tested."""
 
 import asyncio
 from dataclasses import replace
 
-from lightning_rl.agents.base import (
-    Environment,
-    Reply,
-)
+from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.agents.templates import HermesParser, ParsedCall
-from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Prompt
+from tests.support.engine_checks import FakeEngine
 
 
-class Hashing(Engine):
+class Hashing(FakeEngine):
     """Writes tokens that follow from prompt, sampling and seed, in a number of ticks that does too.
 
     ``written`` holds what it wrote, by seed; ``asked`` the prompts, in the order of asking.
     """
 
-    version = 0
     max_length = 64
 
     def __init__(self, **scripted: Completion) -> None:
@@ -45,16 +41,24 @@ class Hashing(Engine):
         self.written[seed] = replace(made, token_ids=list(tokens))
         return made
 
-    def start(self, model_dir):
-        raise NotImplementedError
 
-    def load_weights(self, weights, version):
-        raise NotImplementedError
+class Scripted(FakeEngine):
+    """Writes given turns, one per request, cut at the request's limit; notes what it was asked."""
 
-    running = True
+    version = 7
 
-    def close(self):
-        raise NotImplementedError
+    def __init__(self, turns: list[list[int]], max_length: int = 100) -> None:
+        self.turns = list(turns)
+        self.max_length = max_length
+        self.requests: list[tuple[list[int], Sampling, int]] = []
+
+    async def generate(self, token_ids, sampling, seed) -> Completion:
+        self.require_room(len(token_ids), sampling)
+        self.requests.append((list(token_ids), sampling, seed))
+        written = self.turns.pop(0)
+        reason = "stop" if len(written) <= sampling.max_tokens else "length"
+        written = written[: sampling.max_tokens]
+        return Completion(written, [-0.5] * len(written), reason, [7] * len(written))
 
 
 class Sums(Environment):
@@ -85,6 +89,14 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def tool_calls(asked) -> list[dict]:
+    """Return calls given as (name, arguments), as a message has them."""
+    return [
+        {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
+        for i, (n, a) in enumerate(asked)
+    ]
+
+
 class AlwaysCalls(HermesParser):
     """Reads a call into whatever a random model writes."""
 
@@ -94,7 +106,7 @@ class AlwaysCalls(HermesParser):
 
 
 class ShortTurns:
-    """Of an engine: a random model hardly ever ends a turn, so after 12 tokens it is over."""
+    """Ends an engine's turns after 12 tokens, since a random model hardly ever ends one."""
 
     async def generate(self, token_ids, sampling, seed):
         completion = await super().generate(token_ids, replace(sampling, max_tokens=12), seed)

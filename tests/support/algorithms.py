@@ -20,7 +20,7 @@ KINDS = (Advantage, Aggregation, Correction, EntropyBonus, KLPenalty, PolicyLoss
 
 
 def parts_of(*kinds: type) -> dict[str, Any]:
-    """One of every public class of these kinds by its name, as it is by default."""
+    """Return one of every public class of these kinds by its name, as it is by default."""
     public = {name: names.public(name) for name in names.MODULE_OF}
     return {
         name: c(**OPTIONS.get(name, {}))
@@ -30,7 +30,7 @@ def parts_of(*kinds: type) -> dict[str, Any]:
 
 
 def objectives() -> dict[str, Objective]:
-    """An objective with each loss, correction, KL, bonus and critic's loss, by its name."""
+    """Return an objective with each loss, correction, KL, bonus and critic's loss, by its name."""
     loss = PPOClip()
     made = {
         PolicyLoss: lambda part: Objective(part),
@@ -45,7 +45,7 @@ def objectives() -> dict[str, Objective]:
 
 
 def with_all_columns(made: TensorDict) -> TensorDict:
-    """A batch of at least four rollouts, with all that an advantage or a loss reads."""
+    """Return a batch of at least four rollouts, with all that an advantage or a loss reads."""
     tokens, generator = made["tokens"], torch.Generator().manual_seed(0)
     names = ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "token_rewards")
     for name in names:
@@ -64,7 +64,7 @@ def with_all_columns(made: TensorDict) -> TensorDict:
 
 
 def imagined(batch: TensorDict) -> Scores:
-    """Scores of an imaginary policy, as leaves."""
+    """Return scores of an imaginary policy, as leaves."""
     live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
     logprobs, values = (
         (batch["tokens", name][live] + 0.1).requires_grad_() for name in ("ref_logprobs", "values")

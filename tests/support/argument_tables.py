@@ -1,4 +1,4 @@
-"""Tables of the arguments of classes in the documentation, from signatures and docstrings.
+"""Write the tables of classes' arguments in the documentation, from signatures and docstrings.
 
     python -m tests.support.argument_tables         writes them into the pages
 
@@ -19,7 +19,7 @@ MARKED = re.compile(r"<!-- arguments: ([\w ]+) -->\n.*?<!-- /arguments -->", re.
 
 
 def pages() -> dict[Path, list[str]]:
-    """The classes whose tables are in each page that has any."""
+    """Return the classes whose tables are in each page that has any."""
     found = {path: classes_in(path.read_text(encoding="utf-8")) for path in DOCS.rglob("*.md")}
     return {path: names for path, names in found.items() if names}
 
@@ -29,7 +29,7 @@ def classes_in(text: str) -> list[str]:
 
 
 def filled(text: str) -> str:
-    """The page with its tables made anew."""
+    """Make the page's tables anew."""
     return MARKED.sub(
         lambda match: "\n\n".join(
             [
@@ -55,7 +55,7 @@ def row(argument: Argument) -> str:
 
 
 def plain(text: str) -> str:
-    """Without links of Sphinx: ``:class:`PPOClip``` is `PPOClip`."""
+    """Remove links of Sphinx: ``:class:`PPOClip``` becomes `PPOClip`."""
     return re.sub(r":\w+:`~?\.?([^`]+)`", lambda match: f"`{match[1].rpartition('.')[2]}`", text)
 
 

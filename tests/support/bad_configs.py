@@ -1,4 +1,4 @@
-"""What can be wrong with a configuration, and what is said about it.
+"""List what can be wrong with a configuration, and what is said about it.
 
     python -m tests.support.bad_configs            writes the table into docs/api/mistakes.md
 
@@ -347,12 +347,12 @@ def furnish(place: Path, model: Path | None = None) -> None:
 
 
 def files(place: Path) -> dict[Path, int]:
-    """What lies there, and when it was written."""
+    """Return the files that lie there, and when each was written."""
     return {p: p.stat().st_mtime_ns for p in place.rglob("*") if "__pycache__" not in p.parts}
 
 
 def make_model(directory: Path) -> None:
-    """As small as one can be; for the table, where no test has made one."""
+    """Make a model as small as one can be, for the table, where no test has made one."""
     from recipes.sort_digits.prepare import make_tokenizer
 
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 128}
@@ -360,12 +360,12 @@ def make_model(directory: Path) -> None:
 
 
 def arguments(case: str, config: str = "good.yaml") -> list[str]:
-    """Of the command line."""
+    """Return the arguments of the command line."""
     return ["fit", "--config", config, *shlex.split(case)]
 
 
 def complaint(case: str, config: str = "good.yaml") -> tuple[int, str]:
-    """The exit status, and what is said on stderr from our name on; in the furnished directory."""
+    """Return the exit status, and stderr from our name on, in the furnished directory."""
     from lightning_rl.cli import main
 
     said = io.StringIO()
@@ -377,7 +377,7 @@ def complaint(case: str, config: str = "good.yaml") -> tuple[int, str]:
 
 
 def table() -> str:
-    """All cases in Markdown."""
+    """Format all cases as Markdown."""
     lines = []
     for section, cases in SECTIONS.items():
         lines += ["", f"### {section.capitalize()}", ""]
@@ -395,14 +395,14 @@ _CHANGING = {
 
 
 def row(case: str, message: str) -> str:
-    """The case's line of the table."""
+    """Return the case's line of the table."""
     for found, instead in _CHANGING.items():
         message = re.sub(found, instead, message)
     return f"| `{case}` | {_cell(message.removeprefix('lightning-rl: ').splitlines()[0])} |"
 
 
 def shown() -> str:
-    """The table as the page has it."""
+    """Return the table as the page has it."""
     return PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
 
 

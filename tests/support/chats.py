@@ -1,7 +1,16 @@
-"""Ways in which real chat templates write chats, and what is known of each."""
+"""Provide ways in which real chat templates write chats, and what is known of each."""
 
 from dataclasses import dataclass, field
 from typing import Any
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
 
 EMPTY_THOUGHT = "<think>\n\n</think>\n\n"
 
@@ -65,4 +74,4 @@ CHATS = {
         tools="rewrites earlier turns", calls="object",
     ),
 }  # fmt: skip
-"""By family; gpt-oss comes without a template."""
+"""The chats by family; gpt-oss comes without a template."""

@@ -1,4 +1,4 @@
-"""Configurations as ``lightning-rl`` reads them, by a parser that a process makes once."""
+"""Read configurations as ``lightning-rl`` does, by a parser that a process makes once."""
 
 from collections.abc import Sequence
 from functools import cache

@@ -1,4 +1,4 @@
-"""Computing in float64, in which rounding is nothing beside any fault."""
+"""Compute in float64, in which rounding is nothing beside any fault."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +14,11 @@ EXACT = 1e-12
 number: more than ten times what is measured, and a ten-thousandth of what float32 would make."""
 
 PRODUCTS = (Tensor.__matmul__, Tensor.matmul)
-"""What ``@`` is, for buffers of older releases of transformers and of newer ones."""
+"""The functions behind ``@``, for buffers of older releases of transformers and of newer ones."""
 
 
 class Doubled(TorchFunctionMode):
-    """What is computed from float64 numbers stays in float64, in the thread that enters it.
+    """Keeps what is computed from float64 numbers in float64, in the thread that enters it.
 
     Norms, positions and softmax ask for float32 in transformers, whatever dtype the weights have.
     """
@@ -46,6 +46,6 @@ def doubled(batch: TensorDict) -> TensorDict:
 
 @pytest.fixture
 def in_double() -> Iterator[None]:
-    """The test computes in float64."""
+    """Compute the test in float64."""
     with Doubled():
         yield

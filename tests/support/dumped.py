@@ -1,4 +1,4 @@
-"""Parts of a configuration as --print_config tells them."""
+"""Return parts of a configuration as --print_config tells them."""
 
 import yaml
 from jsonargparse import ActionConfigFile
@@ -11,14 +11,14 @@ def of(name, /, **arguments):
 
 
 def dumped(parser, file):
-    """What --print_config would print, and a run would keep."""
+    """Return what --print_config would print, and a run would keep."""
     arguments = ["--config", str(file)]
     checked_sources(arguments, parser, None)
     return parser.dump(parser.parse_args(arguments), skip_unset=False)
 
 
 def require_same_again(hint, part, file):
-    """The text that tells a part, which is read without a mistake and tells the same."""
+    """Require that a part's text reads without a mistake and tells the same; return it."""
     parser = RLArgumentParser(description="")
     parser.add_argument("-c", "--config", action=ActionConfigFile)
     parser.add_argument("--parts", type=list[hint])

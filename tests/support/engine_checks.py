@@ -1,4 +1,4 @@
-"""What tests of vLLM engines share: prompts, a yardstick for logprobs, ways to ask."""
+"""Share what tests of vLLM engines need: prompts, reference logprobs, ways to ask."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ def generate(
     sampling: Sampling,
     seeds: Iterable[int] | None = None,
 ) -> list[Completion]:
-    """All at once, by an engine or one replica of it; seeds from 0 on unless given."""
+    """Generate all at once, by an engine or one replica of it; seeds count from 0 unless given."""
 
     async def run() -> list[Completion]:
         pairs = zip(prompts, range(len(prompts)) if seeds is None else seeds, strict=True)
@@ -49,14 +49,14 @@ def generate(
 
 
 def plain_model(model: Path, weights: Mapping[str, Tensor]) -> Any:
-    """The Hugging Face model with these weights."""
+    """Return the Hugging Face model with these weights."""
     plain = AutoModelForCausalLM.from_pretrained(model)
     plain.load_state_dict(weights)
     return plain.eval()
 
 
 def same_draws(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Whether these are of the same weights, prompts and seeds, if in other batches.
+    """Tell whether these have the same weights, prompts and seeds, if in other batches.
 
     ``token_ids`` and ``logprobs`` are compared. Where a drawn number lies between two roundings it
     is another token, and so are those after it, which befalls one token in 100,000 or so: here one
@@ -80,7 +80,7 @@ def true_logprobs(
     sampling: Sampling,
     ends: Sequence[int] = (1,),
 ) -> list[float]:
-    """The logprobs of a completion from their definition, in float64."""
+    """Return the logprobs of a completion from their definition, in float64."""
     with torch.no_grad():
         logits = plain(input_ids=torch.tensor([prompt + token_ids])).logits[0].double()
     result = []
@@ -110,14 +110,14 @@ def true_logprobs(
 def require_written_by(
     plain: Any, prompts: Sequence[list[int]], completions: Sequence[Completion], sampling: Sampling
 ) -> None:
-    """Completions were drawn from this model's distribution, as their logprobs say."""
+    """Require that completions were drawn from this model's distribution, as logprobs say."""
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = true_logprobs(plain, prompt, completion.token_ids, sampling)
         assert completion.logprobs == pytest.approx(expected, abs=ROUNDING)
 
 
 def gap(engine: Any, plain: Any, ends: Sequence[int] = (1,)) -> float:
-    """Largest error of logprobs after a prompt of 70 tokens, which vLLM caches in blocks of 32."""
+    """Return the largest logprob error after 70 prompt tokens; vLLM caches blocks of 32."""
     sampling = Sampling(max_tokens=4, min_tokens=4)
     (completion,) = generate(engine, [LONG], sampling, [5])
     expected = true_logprobs(plain, LONG, completion.token_ids, sampling, ends)
@@ -125,12 +125,12 @@ def gap(engine: Any, plain: Any, ends: Sequence[int] = (1,)) -> float:
 
 
 def parts(engine: Any) -> list[Any]:
-    """The replicas of an engine that has some, else the engine itself."""
+    """Return the replicas of an engine that has some, else the engine itself."""
     return getattr(engine, "replicas", [engine])
 
 
 def require_idle(engine: Any) -> None:
-    """Nothing is left of earlier requests, neither here nor in vLLM, and every replica lives."""
+    """Require that no earlier request is left, here or in vLLM, and that every replica lives."""
     assert engine.running
     assert engine.in_flight == 0
     assert not engine.paused
@@ -143,7 +143,7 @@ def require_idle(engine: Any) -> None:
 def require_switch(
     completion: Completion, prompt: list[int], plain: Mapping[int, Any], sampling: Sampling
 ) -> list[list[float]]:
-    """A completion begins with the first of two versions, and goes on with the second.
+    """Require a switch: a completion begins with the first of two versions, ends with the second.
 
     ``plain`` holds the model of each, in this order. Returns the logprobs by either alone.
     """
@@ -162,7 +162,7 @@ def require_switch(
 
 
 def own_logprobs(plain: Any, prompt: list[int], token_ids: list[int]) -> Tensor:
-    """Of a completion's tokens, by the Hugging Face model at temperature 1."""
+    """Return the logprobs of a completion's tokens, by the Hugging Face model at temperature 1."""
     ids = torch.tensor([prompt + token_ids])
     with torch.no_grad():
         logprobs = plain(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -170,7 +170,7 @@ def own_logprobs(plain: Any, prompt: list[int], token_ids: list[int]) -> Tensor:
 
 
 def scaled(weights: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Weights of another policy."""
+    """Return weights of another policy."""
     return {name: weight * factor for name, weight in weights.items()}
 
 
@@ -202,7 +202,7 @@ def connected(transport: Any, engine: Any) -> Iterator[Any]:
 
 
 def processes_of(session: int) -> list[int]:
-    """Living processes of a session, by the id of the process that leads it."""
+    """Return living processes of a session, by the id of the process that leads it."""
     return [
         pid
         for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
@@ -218,9 +218,9 @@ def _session(pid: int) -> int | None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it has not ended."""
+    """Tell whether there is such a process, and it has not ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
@@ -242,7 +242,7 @@ def train_adapters(policy, seed):
 
 
 def sampled(tiny_model, make_rollout, tmp_path, sampling, count=40):
-    """Rollouts by the transformers engine from a few prompts."""
+    """Return rollouts by the transformers engine from a few prompts."""
     save_skeleton(str(tiny_model), tmp_path)
     policy = Policy(str(tiny_model))
     engine = TransformersEngine(device="cpu")

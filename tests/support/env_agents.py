@@ -1,4 +1,4 @@
-"""Agents for what a collector of environments has started."""
+"""Provide agents for what a collector of environments has started."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning_rl.envs.watch import Watch
 
 
 def agent_for(made: EnvCollector, seed: int = 0, **options: Any) -> dict[str, ActorCritic]:
-    """The only agent there, with the weights that a seed draws."""
+    """Return the only agent there, with the weights that a seed draws."""
     torch.manual_seed(seed)
     agent = ActorCritic(**options)
     agent.build(made.agents[AGENT])
@@ -19,5 +19,5 @@ def agent_for(made: EnvCollector, seed: int = 0, **options: Any) -> dict[str, Ac
 
 
 def collected(made: Any, agents: Any, iteration: int, steps: int) -> Any:
-    """A batch, collected as a data module does it."""
+    """Return a batch, collected as a data module does it."""
     return Watch(made, made.env.name)(lambda: made.collect(agents, iteration, steps))

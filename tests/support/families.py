@@ -1,4 +1,4 @@
-"""Architectures of causal LMs that people train, each as a tiny random model.
+"""Provide architectures of causal LMs that people train, each as a tiny random model.
 
 What holds for all of them is in tests/conformance/test_architectures.py; the table in
 docs/models.md shows it.
@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
     "initializer_range": 0.2,
 }  # fmt: skip
-"""Of all that say nothing else; a head of 32 is the least that vLLM computes on CPUs."""
+"""The default sizes; a head of 32 is the least that vLLM computes on CPUs."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ROUTED = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2,
@@ -187,4 +187,4 @@ ARCHITECTURES = {
         engine=False,
     ),
 }  # fmt: skip
-"""By the names that transformers has for them."""
+"""The architectures by transformers' names for them."""

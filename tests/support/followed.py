@@ -1,4 +1,4 @@
-"""The memory that a policy keeps between its passes."""
+"""Measure the memory that a policy keeps between its passes."""
 
 from tensordict import TensorDict
 
@@ -7,5 +7,5 @@ from lightning_rl.models.policy import Policy
 
 
 def kept_for_backward(policy: Policy, pack: TensorDict) -> float:
-    """Bytes between a pack's forward and backward pass, but for weights."""
+    """Return the bytes between a pack's forward and backward pass, but for weights."""
     return follow(policy, pack).kept

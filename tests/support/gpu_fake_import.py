@@ -1,4 +1,4 @@
-"""A check whose module leaves a file when it is imported, and another when it begins."""
+"""Provide a check whose module leaves a file when it is imported, and another when it begins."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ SCRATCH = Path(sys.argv[4])
 
 
 def hangs(bench):
-    """With a child, of which it notes the number first."""
+    """Hang with a child, whose number it notes first."""
     (SCRATCH / "began").touch()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     bench.note(child=child.pid)

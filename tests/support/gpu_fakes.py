@@ -1,4 +1,4 @@
-"""Checks that do as they are told, for the tests of what runs them."""
+"""Provide checks that do as they are told, for the tests of what runs them."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def leaves(bench):
 
 
 def waits_for(bench, file):
-    """Until the check after it is about to begin: its imports run meanwhile."""
+    """Wait until the check after it is about to begin: its imports run meanwhile."""
     deadline = time.monotonic() + 30
     while not Path(bench.scratch, file).exists():
         assert time.monotonic() < deadline

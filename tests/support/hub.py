@@ -6,9 +6,10 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.support.serving import Loopback, Quiet
 
 CARD = b"""---
 configs:
@@ -20,7 +21,7 @@ configs:
   data_files: socratic/*.jsonl
 ---
 """
-"""Of a data set with two configurations."""
+"""The card of a data set with two configurations."""
 
 Answer = tuple[int, bytes, dict[str, str]]
 _API = re.compile(r"/api/(?P<kind>datasets|models)/(?P<repo>[^/]+/[^/]+)(?:/(?P<rest>.*))?")
@@ -44,7 +45,7 @@ class Repository:
         return sha
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(Loopback):
     """Serves ``repositories``, by kind (``datasets`` or ``models``) and name.
 
     ``fail`` says what befalls the next requests whose method and path begin so: a status, a status
@@ -52,10 +53,8 @@ class Hub(ThreadingHTTPServer):
     ``requests`` counts those that came, and ``tokens`` holds the tokens that they brought.
     """
 
-    daemon_threads = True
-
     def __init__(self, token: str = "hf_of_this_hub") -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.token = token
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.faults: dict[str, Iterator[Any]] = {}
@@ -63,13 +62,8 @@ class Hub(ThreadingHTTPServer):
         self.tokens: set[str] = set()
         self.lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        """For ``HF_ENDPOINT``."""
-        return f"http://127.0.0.1:{self.server_port}"
-
     def repository(self, name: str, kind: str = "datasets", gated: bool = False) -> Repository:
-        """The one of this name; made if it is not there."""
+        """Return the repository of this name; made if it is not there."""
         return self.repositories.setdefault((kind, name), Repository(gated))
 
     def fail(self, request: str, *faults: Any) -> None:
@@ -79,7 +73,7 @@ class Hub(ThreadingHTTPServer):
     # ---------------------------------------------------------------- what is asked for
 
     def answer(self, method: str, target: str, body: bytes, token: str) -> Answer:
-        """What a request without a fault gets."""
+        """Return the answer to a request without a fault."""
         place = urlsplit(target)
         path, query = unquote(place.path), parse_qs(place.query)
         if listed := re.fullmatch("/api/(datasets|models)", path):
@@ -129,7 +123,7 @@ class Hub(ThreadingHTTPServer):
 
     @staticmethod
     def paths_of(body: bytes) -> list[str]:
-        """The paths that a form or JSON asks about."""
+        """Return the paths that a form or JSON asks about."""
         text = body.decode()
         return json.loads(text)["paths"] if text.startswith("{") else parse_qs(text)["paths"]
 
@@ -150,7 +144,7 @@ class Hub(ThreadingHTTPServer):
     def _readable(self, asked: re.Match[str], token: str) -> Repository | Answer:
         kind = asked["kind"] or "models"
         found = self.repositories.get((kind, asked["repo"]))
-        # As the hub does: who is nobody does not learn which repositories there are.
+        # The hub does not tell anonymous clients which repositories there are.
         if found is None:
             status = 404 if token == self.token else 401
             return _error(status, "RepoNotFound", "Repository not found")
@@ -159,7 +153,7 @@ class Hub(ThreadingHTTPServer):
         return found
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: Hub
     protocol_version = "HTTP/1.1"
 
@@ -176,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("PUT")
 
     def _answer(self, method: str) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         with self.server.lock:
             asked = f"{method} {unquote(urlsplit(self.path).path)}"
@@ -214,14 +208,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(part[: len(part) // 2] if cut else part)
         self.close_connection = self.close_connection or cut
 
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
-
 
 def _entries(
     files: Mapping[str, bytes], path: str, itself: bool, deep: bool = True
 ) -> list[dict[str, Any]]:
-    """What is at a path or below it, as the hub lists it."""
+    """List what is at a path or below it, as the hub does."""
     if itself and path in files:
         return [_entry(path, files[path])]
     below = f"{path}/" if path else ""

@@ -11,7 +11,7 @@ from lightning_rl.models.tokenizer import load_tokenizer
 
 
 def answer(told: dict[str, Any]) -> dict[str, Any]:
-    """The prompts that are drawn and the state after them, or the error."""
+    """Return the prompts that are drawn and the state after them, or the error."""
     os.environ.pop("HF_TOKEN", None)
     if told.get("token"):
         os.environ["HF_TOKEN"] = told["token"]

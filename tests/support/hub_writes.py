@@ -91,6 +91,6 @@ class WritableHub(Hub):
         return _json({"commitOid": sha, "commitUrl": f"{self.url}/{name}/commit/{sha}"})
 
     def files(self, name: str) -> dict[str, bytes]:
-        """What the model's main branch holds."""
+        """Return what the model's main branch holds."""
         repository = self.repositories["models", name]
         return repository.commits[repository.refs["main"]]

@@ -1,4 +1,4 @@
-"""What the command line makes of each part of Lightning, one case or two for each.
+"""List what the command line makes of each part of Lightning, one case or two for each.
 
 A case is what it adds to a good configuration of two iterations (``bad_configs.CONFIG``), the word
 that the run shall deserve, and how many iterations it trains.
@@ -330,10 +330,10 @@ SAYS = {
         "TransformerEnginePrecision": "needs its package; no engine computes in its formats",
     },
 }
-"""What the page says of them besides the word; ``lightning_flags`` tells of the others."""
+"""The page's further words on them; ``lightning_flags`` tells of the others."""
 
 
 def word_of(cases: list[Case]) -> str:
-    """The word in the table: that of its cases, or ``partly`` if some work and some do not."""
+    """Return the table's word: that of its cases, or ``partly`` if some work and some do not."""
     found = {case.word for case in cases}
     return found.pop() if len(found) == 1 else "partly"

@@ -1,4 +1,4 @@
-"""The tables of docs/api/lightning.md, from the cases that tests run by ``lightning-rl fit``.
+"""Write the tables of docs/api/lightning.md, from the cases that tests run by ``lightning-rl fit``.
 
 python -m tests.support.lightning_table            writes them into the page
 
@@ -18,7 +18,7 @@ EXPLAINED = {
 
 
 def table(part: str) -> str:
-    """One row per name."""
+    """Return one row per name."""
     said = EXPLAINED.get(part, {})
     rows = (
         f"| `{name}` | {word_of(cases)} | {said.get(name, 'as in Lightning')} |"
@@ -28,7 +28,7 @@ def table(part: str) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with its tables made anew."""
     for part in CASES:
         begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
         before, _, rest = text.partition(begin)

@@ -18,13 +18,13 @@ RANK_STABLE = LoRA(
 
 
 def told(engine, lora):
-    """An engine that was told of a LoRA, as a data module tells it."""
+    """Return an engine that was told of a LoRA, as a data module tells it."""
     engine.follow_lora(largest_rank(lora), lambda: None)
     return engine
 
 
 def check(plain, asked, version):
-    """Completions of one version, which this model could have written; returns them."""
+    """Require completions of one version, which this model could have written; return them."""
     completions = generate(asked, PROMPTS, FIXED)
     require_written_by(plain, PROMPTS, completions, FIXED)
     assert {v for c in completions for v in c.versions} == {version}

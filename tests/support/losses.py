@@ -1,4 +1,4 @@
-"""Policy losses that every test of losses goes through."""
+"""Provide policy losses that every test of losses goes through."""
 
 import inspect
 
@@ -7,7 +7,7 @@ from lightning_rl.algos.losses import PolicyLoss
 
 
 def public_losses() -> list[PolicyLoss]:
-    """Every public policy loss with its defaults, apart from those that need a teacher.
+    """Return every public policy loss with its defaults, apart from those that need a teacher.
 
     So a new loss is covered as soon as it is public.
     """

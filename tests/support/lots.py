@@ -1,4 +1,4 @@
-"""Engines that draw tokens by lot, so that rounding decides none of them.
+"""Provide engines that draw tokens by lot, so that rounding decides none of them.
 
 Two layouts of one computation (two processes and one, other packs, sharded weights) add in other
 orders. Logprobs then differ by rounding, and a number drawn between the two gives another token,
@@ -22,7 +22,7 @@ END_SHARE = 0.1
 
 
 def draw_by_lot(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[list[int], list[float]]:
-    """For each of N rows a digit or the end, and its logprob by logits (N, V)."""
+    """Draw a digit or the end for each of N rows, with its logprob by logits (N, V)."""
     tokens = [_lot(row) for row in rows]
     for row in rows:
         sampling = row.sampling

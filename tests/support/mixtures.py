@@ -1,4 +1,4 @@
-"""Mixtures of experts at tiny shapes, with random weights."""
+"""Provide mixtures of experts at tiny shapes, with random weights."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,7 +52,7 @@ SIGMOIDS: dict[str, Callable[[], hf.PretrainedConfig]] = {
 
 
 def saved_mixture(kind: str, directory: Path, **changes: int) -> Path:
-    """A directory with a model of this kind, the same each time, and the tiny tokenizer.
+    """Save a model of this kind, the same each time, and the tiny tokenizer.
 
     ``changes``: of its configuration.
     """

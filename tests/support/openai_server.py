@@ -6,16 +6,18 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from email.parser import BytesParser
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from tests.support.serving import Quiet
 
 Record = dict[str, Any]
 FIELDS = {"model", "training_file", "suffix", "metadata", "seed", "method"}
 
 
 def answer_of(model: str, messages: list[Record], seed: int) -> str:
-    """What a model says; a verifier that was fine-tuned knows, one that was not guesses."""
+    """Answer as a model does; a verifier that was fine-tuned knows, one that was not guesses."""
     asked = messages[0]["content"]
     if asked.startswith("Prove"):
         return f"claim {seed % 7}"
@@ -28,7 +30,7 @@ class raw(bytes):
 
 
 def said(body: str) -> raw:
-    """A fault: an answer with this body."""
+    """Answer with this body, as a fault."""
     data = body.encode("utf-8", "surrogatepass")
     return raw(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data))
 
@@ -72,7 +74,7 @@ class OpenAIServer(ThreadingHTTPServer):
         super().server_close()
 
     def bought(self) -> list[str]:
-        """The suffixes of all jobs, in the order of their creation."""
+        """Return the suffixes of all jobs, in the order of their creation."""
         return [job["user_provided_suffix"] for job in self.jobs.values()]
 
     # ---------------------------------------------------------------- what is asked for
@@ -97,7 +99,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return self.look(parts[2])
 
     def upload(self, body: bytes, kind: str) -> Record:
-        """``POST /v1/files``: a form of a purpose and a file."""
+        """Answer ``POST /v1/files``: a form of a purpose and a file."""
         message = BytesParser().parsebytes(b"Content-Type: " + kind.encode() + b"\r\n\r\n" + body)
         parts = {
             re.search(r'name="(\w+)"', str(part["Content-Disposition"]))[1]: part.get_payload(
@@ -111,7 +113,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return {"id": name, "object": "file", "purpose": "fine-tune", "status": "processed"}
 
     def create(self, body: Record) -> Record:
-        """``POST /v1/fine_tuning/jobs``."""
+        """Answer ``POST /v1/fine_tuning/jobs``."""
         assert body.keys() == FIELDS
         assert len(body["suffix"]) <= 64
         rows = self.files[body["training_file"]]
@@ -135,7 +137,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return self.jobs[name]
 
     def look(self, name: str) -> Record:
-        """``GET /v1/fine_tuning/jobs/NAME``."""
+        """Answer ``GET /v1/fine_tuning/jobs/NAME``."""
         job = self.jobs[name]
         if job["to_come"]:
             job["status"], *job["to_come"] = job["to_come"]
@@ -146,7 +148,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return job
 
     def list(self, query: dict[str, str]) -> Record:
-        """``GET /v1/fine_tuning/jobs``, newest first."""
+        """Answer ``GET /v1/fine_tuning/jobs``, newest first."""
         jobs = [*reversed(self.jobs.values())]
         wanted = {k[9:-1]: v for k, v in query.items() if k.startswith("metadata[")}
         if self.filters:
@@ -156,7 +158,7 @@ class OpenAIServer(ThreadingHTTPServer):
         return {"object": "list", "data": jobs[: self.page], "has_more": len(jobs) > self.page}
 
     def cancel(self, name: str) -> Record | int:
-        """``POST /v1/fine_tuning/jobs/NAME/cancel``."""
+        """Answer ``POST /v1/fine_tuning/jobs/NAME/cancel``."""
         job = self.jobs[name]
         if job["status"] in ("succeeded", "failed", "cancelled"):
             return 400
@@ -164,14 +166,14 @@ class OpenAIServer(ThreadingHTTPServer):
         return job
 
     def chat(self, body: Record) -> Record:
-        """``POST /v1/chat/completions``."""
+        """Answer ``POST /v1/chat/completions``."""
         self.chats.append(body)
         text = answer_of(body["model"], body["messages"], body["seed"])
         message = {"role": "assistant", "content": text}
         return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: OpenAIServer
 
     def do_GET(self) -> None:
@@ -181,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer("POST")
 
     def _answer(self, method: str) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         if self.headers.get("Transfer-Encoding") == "chunked":
             body = self._chunks()
         place = urlsplit(self.path)
@@ -205,7 +207,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault in ("lose", "hang"):
             self.close_connection = True
             return
-        self._send(*answer)
+        status, said, headers = answer
+        self.send(status, json.dumps(said).encode(), **headers)
 
     def _fault(self, fault: Any) -> tuple[int, Record, dict[str, str]]:
         status, headers = fault if isinstance(fault, tuple) else (fault, {})
@@ -218,15 +221,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return body
-
-    def _send(self, status: int, answer: Any, headers: dict[str, str]) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""

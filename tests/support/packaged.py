@@ -1,4 +1,4 @@
-"""What a wheel must hold, by what lies on the disk."""
+"""List what a wheel must hold, by what lies on the disk."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ PACKAGE_FOLDERS = {"lightning_rl": "lightning_rl", "lightning_rl.callbacks": "ca
 
 
 def modules_on_disk() -> set[str]:
-    """Every module as a wheel must hold it; callbacks/ under its installed name."""
+    """Return every module as a wheel must hold it; callbacks/ under its installed name."""
     found = set()
     for package, folder in PACKAGE_FOLDERS.items():
         for path in (ROOT / folder).rglob("*.py"):  # rglob does not follow the symlink
@@ -19,7 +19,7 @@ def modules_on_disk() -> set[str]:
 
 
 def data_on_disk() -> set[str]:
-    """Every file beside the modules, as a wheel must hold it."""
+    """Return every file beside the modules, as a wheel must hold it."""
     left_out = (".py", ".pyc")
     folders = (ROOT / "lightning_rl", ROOT / "lightning_rl" / "callbacks")  # which is a symlink
     files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
@@ -27,6 +27,6 @@ def data_on_disk() -> set[str]:
 
 
 def recipes_on_disk() -> set[str]:
-    """Every file of recipes/ but what Python leaves there."""
+    """Return every file of recipes/ but what Python leaves there."""
     files = (path for path in (ROOT / "recipes").rglob("*") if path.is_file())
     return {p.relative_to(ROOT).as_posix() for p in files if "__pycache__" not in p.parts}

@@ -1,13 +1,17 @@
-"""Fenced blocks of the documentation, and a directory for each page as its reader has it."""
+"""Read the documentation's fenced blocks, and make each page's directory as its reader has it."""
 
 import json
 import re
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -73,7 +77,7 @@ def blocks_in(language: str) -> list[Block]:
 
 @cache
 def command_lines() -> list[tuple[Block, list[str]]]:
-    """Each command once, without the environment variables before it."""
+    """Return each command once, without the environment variables before it."""
     commands: dict[tuple[str, ...], Block] = {}
     for block in blocks_in("bash"):
         for line in block.text.splitlines():
@@ -86,7 +90,7 @@ def command_lines() -> list[tuple[Block, list[str]]]:
 
 
 def cli_arguments(words: list[str]) -> list[str] | None:
-    """Arguments of ``lightning-rl`` or ``python -m lightning_rl``; None for another command."""
+    """Return ``lightning-rl``'s arguments (``python -m lightning_rl``); None for other commands."""
     if words[0] == "lightning-rl":
         return words[1:]
     return words[3:] if words[:3] == ["python", "-m", "lightning_rl"] else None
@@ -117,7 +121,7 @@ def parse_staged_run(arguments: list[str]) -> None:
 
 
 def configs_of(block: Block) -> list[str]:
-    """Options that give a block's configuration, which may be what differs from a recipe's."""
+    """Return options that give a block's configuration, or its differences from a recipe's."""
     Path("block.yaml").write_text(block.text)
     tree = yaml.safe_load(block.text)
     if "run_dir" in tree or "class_path" in tree.get("model", {}):
@@ -167,3 +171,17 @@ def visit(page: Path, model: Path, place: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(place))
     for module in place.glob("*.py"):  # another test's may have the same name
         monkeypatch.delitem(sys.modules, module.stem, raising=False)
+
+
+@contextmanager
+def as_modules(files: Mapping[str, str], place: Path) -> Iterator[dict[str, ModuleType]]:
+    """Write Python files, by name without ``.py``, and lend them as modules to the block."""
+    for name, code in files.items():
+        (place / f"{name}.py").write_text(code)
+    sys.path.insert(0, str(place))
+    try:
+        yield {name: import_module(name) for name in files}
+    finally:
+        sys.path.remove(str(place))
+        for name in files:
+            sys.modules.pop(name, None)

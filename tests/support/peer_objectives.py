@@ -1,8 +1,8 @@
-"""The objectives of TRL 1.16, verl 0.9 and prime-rl, as formulas of their options.
+"""Provide the objectives of TRL 1.16, verl 0.9 and prime-rl, as formulas of their options.
 
 Tensors are padded (B, T), in float64.
 
-Written anew from what they compute: nothing here is shared with what is tested against it.
+Formulas are written anew from what they compute: none is shared with what is tested against it.
 """
 
 from collections.abc import Mapping
@@ -10,12 +10,34 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
+
+from lightning_rl.data.batch import token_rows
+
+
+class Padded:
+    """Converts model tokens to (B, T) with a mask."""
+
+    def __init__(self, batch: TensorDict) -> None:
+        tokens, row = batch["tokens"], token_rows(batch)
+        live = tokens["loss_mask"].nonzero().squeeze(1)
+        self.live, self.row = live, row[live]
+        counts = torch.bincount(self.row, minlength=len(batch["rollouts"]))
+        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[self.row]
+        self.at, self.shape = (self.row, step), (len(counts), int(counts.max()))
+        self.mask = self(torch.ones(len(row), dtype=torch.double))
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
+
+    def flat(self, values: Tensor) -> Tensor:
+        return values[self.at]
 
 
 @dataclass
 class Leaves:
-    """What a policy and its critic answer, (B, T) each; gradients are taken of these."""
+    """The leaves of autograd: what a policy and its critic answer, (B, T) each."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -27,7 +49,7 @@ class Leaves:
 
 @dataclass
 class Sampled:
-    """What is fixed: (B, T), but ``rewards`` and ``truncated`` (B,); groups of ``group_size``.
+    """The fixed values: (B, T), but ``rewards`` and ``truncated`` (B,); groups of ``group_size``.
 
     ``rewards`` are the weighted sums of ``parts`` (B, P), of which some are NaN; ``greedy`` (B,)
     are those of greedy completions.
@@ -59,7 +81,7 @@ def means(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def grouped(x: Tensor, size: int, of: str) -> Tensor:
-    """The mean, or the unbiased standard deviation, of each value's own group."""
+    """Return the mean, or the unbiased standard deviation, of each value's own group."""
     groups = x.view(-1, size)
     return getattr(groups, of)(1).repeat_interleave(size)
 
@@ -68,7 +90,7 @@ def grouped(x: Tensor, size: int, of: str) -> Tensor:
 
 
 def trl_apart(s: Sampled) -> Tensor:
-    """``normalize_then_sum``: of each reward by group, then of the sum over the batch."""
+    """Apply ``normalize_then_sum``: normalise each reward by group, then the batch's sums."""
     apart = torch.zeros_like(s.parts)
     for rows in torch.arange(len(s.parts)).split(s.group_size):
         for k, part in enumerate(s.parts[rows].T):
@@ -100,7 +122,7 @@ def trl_weights(o: Mapping[str, Any], s: Sampled, mask: Tensor) -> Tensor:
 
 
 def trl_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
-    """The first optimizer step of a batch, by ``gradient_accumulation_steps`` micro-batches."""
+    """Return the first optimizer step's loss, by ``gradient_accumulation_steps`` micro-batches."""
     mask = s.mask
     if o["mask_truncated_completions"]:
         mask = mask * ~s.truncated[:, None]
@@ -199,7 +221,7 @@ def verl_penalty(kind: str, logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def verl_rejected(o: Mapping[str, Any], log_w: Tensor, mask: Tensor) -> Tensor:
-    """The mask without what is rejected: bounds are on k1, log p_engine - log p_old."""
+    """Reject from the mask: bounds are on k1, log p_engine - log p_old."""
     kind = o[CORRECTION + "rollout_rs"]
     if kind is None:
         return mask
@@ -224,7 +246,7 @@ def verl_weights(o: Mapping[str, Any], log_w: Tensor, mask: Tensor) -> Tensor:
 def verl_advantages(
     o: Mapping[str, Any], s: Sampled, rewards: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of rewards (B, T)."""
+    """Return advantages and returns (B, T) of rewards (B, T)."""
     name, scores = o[ALGORITHM + "adv_estimator"], rewards.sum(1)
     gamma, n = o[ALGORITHM + "gamma"], s.group_size
     if name == "gae":
@@ -301,7 +323,7 @@ def verl_policy_loss(o, mode: str, logprobs: Tensor, old: Tensor, A: Tensor, mas
 
 
 def verl_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
-    """The actor's loss, and the critic's where there is one, of a batch in one minibatch."""
+    """Return the actor's loss, and the critic's where there is one, of a one-minibatch batch."""
     bypass = o[CORRECTION + "bypass_mode"]
     old, mask, rewards = s.engine if bypass else s.old, s.mask, torch.zeros_like(s.mask)
     # The reward stands on a sequence's last token.
@@ -358,7 +380,7 @@ def prime_advantages(o: Mapping[str, Any], s: Sampled) -> Tensor:
 
 
 def prime_objective(o: Mapping[str, Any], s: Sampled, leaves: Leaves) -> Tensor:
-    """The loss of a batch in one step: ratios to the engine, averaged over all tokens."""
+    """Return the loss of a batch in one step: ratios to the engine, averaged over all tokens."""
     A = prime_advantages(o, s)[:, None].expand_as(s.mask)
     gap = leaves.logprobs - s.engine
     moved = leaves.logprobs.detach().exp() - s.engine.exp()

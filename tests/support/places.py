@@ -1,4 +1,4 @@
-"""Places that share a pack's queries, one after another in a single process."""
+"""Provide places that share a pack's queries, one after another in a single process."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ class AsPlace:
 
 
 def placed(layout: PackLayout, place: int, places: int) -> tuple[PackLayout, Tensor]:
-    """The layout of a place, and which of the pack's tokens are its queries."""
+    """Return the layout of a place, and which of the pack's tokens are its queries."""
     order, exchange, seen = QuerySharing(place, None, places, 1, None).deal(layout.segments)
     assert isinstance(exchange, KeyExchange)
     device, room = layout.tokens.device, len(order) // places
@@ -39,7 +39,7 @@ def placed(layout: PackLayout, place: int, places: int) -> tuple[PackLayout, Ten
 
 
 def attended_in_places(q: Tensor, k: Tensor, v: Tensor, layout: PackLayout, places: int) -> Tensor:
-    """Outputs (1, S, H, D) of q (1, H, S, D) on k and v (1, Hkv, S, D), put together."""
+    """Return outputs (1, S, H, D) of q (1, H, S, D) on k and v (1, Hkv, S, D), put together."""
     parts = [placed(layout, place, places) for place in range(places)]
     outputs = [
         packed_attention(nn.Identity(), q, k, v, None, layout=part)[0][0, : len(own)]

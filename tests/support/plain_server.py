@@ -1,4 +1,4 @@
-"""A server over HTTP that answers everything alike, and counts its connections.
+"""Provide a server over HTTP that answers everything alike, and counts its connections.
 
 python -m tests.support.plain_server      prints its URL, and serves until it is killed
 """
@@ -51,7 +51,7 @@ class Served:
 
     @asynccontextmanager
     async def at(self):
-        """The server's URL."""
+        """Yield the server's URL."""
         server = await asyncio.start_server(self, "127.0.0.1", backlog=2000)
         async with server:
             host, port = server.sockets[0].getsockname()

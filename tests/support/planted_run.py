@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 HOSTILE = "</script><img src=x onerror=\"document.title='hacked'\"> 😀"
-"""What a model may write to break a page."""
+"""A text that a model may write to break a page."""
 
 PLANTED = {
     "mask": {"loss_mask": [True, True, True, True], "versions": [3, -1, 3, 3]},
@@ -24,14 +24,14 @@ PLANTED = {
         "error": "TimeoutError: the judge did not answer within 5 s",
     },
 }
-"""What is changed in a good rollout, by the flag that it must get."""
+"""The change of a good rollout, by the flag that it must get."""
 
 PLACES = {"mask": [1], "gap": [2], "version": [2], "number": [2]}
-"""Of the tokens that the flags are about; the others are about the rollout."""
+"""The tokens that the flags are about; the others are about the rollout."""
 
 
 def good_rollout(more_rows: Sequence[dict[str, Any]] = (), **changes: Any) -> dict[str, Any]:
-    """A completed rollout of four tokens, as RolloutRecorder writes it.
+    """Return a completed rollout of four tokens, as RolloutRecorder writes it.
 
     ``changes`` are of the rollout, or of its row.
     """
@@ -72,7 +72,7 @@ def good_rollout(more_rows: Sequence[dict[str, Any]] = (), **changes: Any) -> di
 
 
 def planted_rollouts() -> list[dict[str, Any]]:
-    """Forty good ones of five groups and rewards 0.00 to 0.39, a hostile one, the planted ones."""
+    """Return forty good ones of five groups, rewards 0.00 to 0.39, a hostile one, planted ones."""
     good = [
         good_rollout(
             id=f"{i // 8}/0/{i}/0",
@@ -95,7 +95,7 @@ def planted_rollouts() -> list[dict[str, Any]]:
 
 
 def write_run(directory: Path) -> Path:
-    """``metrics.jsonl`` of seven iterations, one loss not finite, ``recorded.jsonl``, a summary."""
+    """Write ``metrics.jsonl`` (seven iterations, a loss not finite), rollouts and a summary."""
     directory.mkdir(parents=True)
     rows = [
         {
@@ -117,6 +117,6 @@ def write_run(directory: Path) -> Path:
 
 
 def blocks_of(page: str) -> dict[str, bytes]:
-    """The data blocks of a page, unpacked."""
+    """Return the data blocks of a page, unpacked."""
     found = re.findall(r'<script type="text/plain" id="([\w-]+)">([^<]*)</script>', page)
     return {name: gzip.decompress(base64.b64decode(text)) for name, text in found}

@@ -1,4 +1,4 @@
-"""A device that is none: its tensors say that they are on it, and compute on the CPU.
+"""Pretend a device: its tensors say that they are on it, and compute on the CPU.
 
 As on a GPU, they refuse to be mixed with the CPU's, but for numbers (0-dimensional tensors) in what
 is computed element by element, and every wait of the host for the device is counted. What computes
@@ -28,11 +28,11 @@ NAME = "pretended"
 DEVICE = torch.device("cpu")  # until the backend has its name, below
 
 waits: Counter[str] = Counter()
-"""How often the host waited for the device since this was cleared, by operator."""
+"""The number of waits for the device since this was cleared, by operator."""
 
 
 class _Backend(_DummyBackendModule):
-    """``torch.pretended``."""
+    """Stands for ``torch.pretended``."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -115,14 +115,14 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _there(value: Any) -> Any:
-    """What the CPU computes with."""
+    """Return the value that the CPU computes with."""
     if isinstance(value, list | tuple):
         return type(value)([_there(x) for x in value])
     return value.numbers if isinstance(value, Pretended) else value
 
 
 def _here(value: Any) -> Any:
-    """What it has computed, as if on the device."""
+    """Wrap what the CPU has computed as if it were on the device."""
     if isinstance(value, list | tuple):
         return tuple(_here(x) for x in value)
     return Pretended(value) if isinstance(value, Tensor) else value
@@ -145,7 +145,7 @@ _SIZED_BY_DATA = (
 
 
 def _wait(name: str, args: Any, kwargs: Any, leaves: bool, mixed: bool) -> list[str]:
-    """The operator's name, if CUDA's host waits for it; else nothing."""
+    """Return the operator's name, if CUDA's host waits for it; else nothing."""
     if name in _COPIES:
         blocking = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
         crosses = leaves or mixed
@@ -180,7 +180,7 @@ _made_there.impl("empty_strided", _empty_strided, "PrivateUse1")
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    """For ``torch.tensor``, which fills what it makes behind the back of all subclasses."""
+    """Copy for ``torch.tensor``, which fills what it makes behind the back of all subclasses."""
     waits["torch.tensor"] += 1
     here, there = (x.numbers if isinstance(x, Pretended) else x for x in (source, target))
     there.copy_(here)
@@ -191,7 +191,7 @@ _made_there.impl("_copy_from", _copy_from, "PrivateUse1")
 
 
 class _Attention(torch.autograd.Function):
-    """SDPA by the CPU's fused kernel; torch would take another one for an unknown device."""
+    """Computes SDPA by the CPU's fused kernel; torch would take another for an unknown device."""
 
     @staticmethod
     def forward(
@@ -231,7 +231,7 @@ _made_there.impl("silu_backward", _silu_backward, "AutogradPrivateUse1")  # for 
 
 
 def _in_16_bits(operator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An operator under autocast."""
+    """Return an operator under autocast."""
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -254,7 +254,7 @@ for _name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_p
 
 
 class PretendedAccelerator(Accelerator):
-    """For ``Trainer(accelerator=PretendedAccelerator())``."""
+    """Lets a Trainer use the device: ``Trainer(accelerator=PretendedAccelerator())``."""
 
     def setup_device(self, device: torch.device) -> None:
         pass
@@ -300,7 +300,7 @@ def moving_in_place() -> Iterator[None]:
 
 
 def on_the_device(precision: str = "32-true") -> dict[str, Any]:
-    """Arguments of a Trainer that puts a module on the device."""
+    """Return arguments of a Trainer that puts a module on the device."""
     options: dict[str, Any] = {
         "accelerator": PretendedAccelerator(),
         "strategy": SingleDeviceStrategy(DEVICE),

@@ -1,4 +1,4 @@
-"""Worlds: processes of one group that stay alive, and run one function after another together."""
+"""Run functions in worlds: processes of one group that stay alive."""
 
 import gc
 import os
@@ -24,11 +24,11 @@ from benchmarks.support import forked
 from lightning_rl.engines.replicas.server_process import free_port
 
 SECONDS = 280
-"""How long one function may take, less than pytest gives the test that asked for it."""
+"""The longest time of one function, less than pytest gives the test that asked for it."""
 
 
 def environment_of(rank: int, ranks: int) -> dict[str, str]:
-    """The variables that torchrun sets for each of its processes, but for a port."""
+    """Return the variables that torchrun sets for each of its processes, but for a port."""
     return os.environ | {
         "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test",
@@ -51,7 +51,7 @@ class World:
         self._connections: list[Connection] = []
 
     def __call__(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        """What a module's function returns in each process, by rank."""
+        """Return what a module's function returns in each process, by rank."""
         if not self._processes:
             self._start()
         port = free_port()
@@ -132,14 +132,14 @@ class Together:
     def __call__(
         self, ranks: int, function: Callable[..., Any], *arguments: Any, **options: Any
     ) -> list[Any]:
-        """What each of so many processes returned, by rank."""
+        """Return what each of so many processes returned, by rank."""
         if ranks not in self._worlds:
             self._worlds[ranks] = World(ranks)
         results: list[Any] = self._once(ranks, self._worlds[ranks], function, arguments, options)
         return results
 
     def alone(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What this process returned."""
+        """Return what this process returned."""
 
         def call(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             return function(*arguments, **options)
@@ -183,7 +183,7 @@ def _serve(connection: Connection) -> None:
 
 @contextmanager
 def _as_at_first(port: int) -> Iterator[None]:
-    """The state in which a process starts; what a function changes of it is undone.
+    """Restore the state in which a process starts; what a function changes of it is undone.
 
     A process group of the function before is given up now, when no rank waits for another in it.
     """

@@ -1,4 +1,4 @@
-"""A loop of one's own with Lightning Fabric."""
+"""Run a loop of one's own with Lightning Fabric."""
 
 import tempfile
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.support.ranks_run import prompts, share_of_even_digits
 
 
 def bare_loop(model: str, devices: int = 1) -> dict[str, Any]:
-    """The named steps in a loop of one's own, as in recipes/sort_digits/bare_loop.py."""
+    """Run the named steps in a loop of one's own, as in recipes/sort_digits/bare_loop.py."""
     strategy = "auto" if devices == 1 else FabricDDP()
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()

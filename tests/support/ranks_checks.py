@@ -1,4 +1,4 @@
-"""Guards that trip on one rank, commands that several processes run, and a rerun by two."""
+"""Provide guards that trip on one rank, commands that several processes run, and a rerun by two."""
 
 import contextlib
 import io
@@ -50,12 +50,12 @@ class OnRankOne(BatchGuard):
         return float(module.iteration == self.iteration) if dist.rank() == 1 else None
 
     def offenders(self, module, batch):
-        """The first rollout of rank 1."""
+        """Return the first rollout of rank 1."""
         return (token_rows(batch) == 0) & (dist.rank() == 1)
 
 
 class Noted(RLCallback):
-    """Rows, and a metric that only rank 1 records."""
+    """Records rows, and a metric that only rank 1 records."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -96,7 +96,7 @@ def guarded(model: str, *, where: Path) -> dict[str, Any]:
 
 
 def rerun(model: str, *, where: Path) -> dict[str, Any]:
-    """A run of the command line, an iteration of it done again by as many, and an audit."""
+    """Run by the command line, do an iteration again by as many processes, and audit it."""
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
@@ -112,7 +112,7 @@ def rerun(model: str, *, where: Path) -> dict[str, Any]:
 
 
 def command(*arguments: str, folders: Sequence[Path] = ()) -> tuple[int, str, str]:
-    """The status of ``lightning-rl`` with these arguments, what it prints, and its errors.
+    """Return the status of ``lightning-rl`` with these arguments, its output, and its errors.
 
     ``folders`` are the working directories of the ranks.
     """

@@ -1,4 +1,4 @@
-"""What goes wrong on rank 1 alone, and a run that stops with a batch in hand."""
+"""Define what goes wrong on rank 1 alone, and a run that stops with a batch in hand."""
 
 import math
 import os
@@ -61,14 +61,14 @@ class StaleOnRankOne(TransformersEngine):
 
 
 def raised_on_rank_one() -> None:
-    """Rank 0 waits for one that does not come."""
+    """Raise on rank 1, while rank 0 waits for one that does not come."""
     if int(os.environ["RANK"]) == 1:
         raise RuntimeError("rank 1 has had enough")
     time.sleep(300)
 
 
 def changed_state(number: int = 0) -> tuple[str, str | None, torch.dtype, int]:
-    """The state of the process, which is then changed."""
+    """Return the state of the process, then change it."""
     found = os.getcwd(), os.environ.get("LEFT"), torch.get_default_dtype(), random.getrandbits(32)
     os.chdir("/")
     os.environ["LEFT"] = "by an earlier function"

@@ -42,7 +42,7 @@ LACKING: dict[str, Callable[[TensorDict], None]] = {
 
 
 def given_to(place: int, batch: TensorDict, lacks: str) -> TensorDict:
-    """The batch with all columns; to rank 1 without what it lacks."""
+    """Return the batch with all columns; to rank 1 without what it lacks."""
     batch = with_all_columns(batch.clone())
     if place == 1:
         LACKING[lacks](batch)
@@ -52,7 +52,7 @@ def given_to(place: int, batch: TensorDict, lacks: str) -> TensorDict:
 def objective_metrics(
     batches: list[TensorDict], lacks: str, places: list[int]
 ) -> dict[str, dict[str, float]]:
-    """The metrics of each objective over the batches of these ranks."""
+    """Return the metrics of each objective over the batches of these ranks."""
     found = {}
     for name, objective in objectives().items():
         metrics = TokenMetrics()
@@ -65,7 +65,7 @@ def objective_metrics(
 
 
 def metrics_by_two(batches: list[TensorDict], lacks: str) -> dict[str, dict[str, float]]:
-    """The same, each rank with its own batch, after every advantage."""
+    """Return the same, each rank with its own batch, after every advantage."""
     dist.init_process_group("gloo")
     for advantage in parts_of(Advantage).values():
         advantage(given_to(rank(), batches[rank()], lacks))

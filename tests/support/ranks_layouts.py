@@ -1,4 +1,4 @@
-"""What processes with a share of the weights hold: dtypes of a run, and memory while one starts."""
+"""Measure what processes with a share of the weights hold: dtypes, and memory at the start."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class Dtypes(RLCallback):
 
 
 def computed(model: str, names: str, *, where: Path, **layout: Any) -> dict[str, Any]:
-    """A run with settings, and its dtypes."""
+    """Run with settings; return its dtypes."""
     dtypes, options = Dtypes(), settings_of(names, model, where)
     options["callbacks"] = [*options["callbacks"], dtypes]
     result = fit(model, where, ShardedStrategy(**layout), **options)
@@ -45,7 +45,7 @@ def computed(model: str, names: str, *, where: Path, **layout: Any) -> dict[str,
 
 
 def loaded(model: str, *, where: Path, **layout: Any) -> dict[str, int]:
-    """The most memory that building and sharding a model takes, and the bytes of the model."""
+    """Return the most memory of building and sharding a model, and the model's bytes."""
     strategy = ShardedStrategy(**layout)
     trainer = trainer_of(where, devices=2, strategy=strategy, logger=False)
     module = PolicyModule(model, loading={"random_init": True}, kl=K3Penalty())

@@ -1,4 +1,4 @@
-"""A run of three policies; of one a rank may have no rows."""
+"""Provide a run of three policies; of one a rank may have no rows."""
 
 from pathlib import Path
 from typing import Any
@@ -55,17 +55,17 @@ class Trio(Agent):
 
 
 def even_share(token_ids: list[int]) -> float:
-    """Of the digits; those from 0 to 9 are tokens 3 to 12."""
+    """Return the even share of the digits; those from 0 to 9 are tokens 3 to 12."""
     return sum(3 <= token <= 12 and token % 2 == 1 for token in token_ids) / len(token_ids)
 
 
 def mean_share(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Of whole rollouts, whose roles have rewards of their own."""
+    """Reward whole rollouts, whose roles have rewards of their own."""
     return [even_share(ids) for ids in completion_ids]
 
 
 class Watch(RLCallback):
-    """Rows of metrics, and the rollouts and the rows of each policy that a rank has."""
+    """Records rows of metrics, and the rollouts and rows of each policy that a rank has."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -112,7 +112,7 @@ def three_policies(model: str) -> RolesModule:
 def fit_roles(
     model: str, strategy: str = "one", *, where: Path, ckpt_path: str | None = None
 ) -> dict[str, Any]:
-    """A run of four iterations, saved after each; or the rest of one."""
+    """Run four iterations, saved after each; or the rest of them."""
     watch, module = Watch(), three_policies(model)
     guards = [
         LogprobGapGuard(), LogprobSpikeGuard(), EffectiveSampleGuard(), StalenessGuard(),

@@ -1,4 +1,4 @@
-"""A short run that one process and several make alike, and what a test compares of it."""
+"""Provide a short run that one process and several make alike, and what a test compares of it."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ ITERATIONS = 2
 
 
 class Seen(RLCallback):
-    """Rows of metrics, what was monitored, and the rollouts that this rank trained on."""
+    """Records metrics, what was monitored, and the rollouts that this rank trained on."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -56,7 +56,7 @@ class Seen(RLCallback):
 
 
 def share_of_even_digits(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """Rewards that differ within groups, so that all of them teach something."""
+    """Return rewards that differ within groups, so that all of them teach something."""
     return [
         sum(c in "02468" for c in completion) / max(1, len(completion))
         for completion in completions
@@ -85,7 +85,7 @@ def fit(
     precision: Any = "32-true",
     **options: Any,
 ) -> dict[str, Any]:
-    """A short run in this process, together with the others of its group."""
+    """Fit shortly in this process, together with the others of its group."""
     settings: dict[str, Any] = {
         "engine": LotEngine(),
         "train_prompts": prompts(),
@@ -128,7 +128,7 @@ def fit(
 
 
 def strategy_of(kind: str, **layout: Any) -> Strategy | str:
-    """``one`` process, or one of the strategies, with its options."""
+    """Return ``one`` process, or one of the strategies, with its options."""
     if kind == "fsdp":
         layout = {"save_distributed_checkpoint": False} | layout
         return ModelParallelStrategy(int(os.environ["WORLD_SIZE"]), 1, **layout)
@@ -137,7 +137,7 @@ def strategy_of(kind: str, **layout: Any) -> Strategy | str:
 
 
 def failure(call: Callable[[], Any]) -> dict[str, str]:
-    """The class and the message of what it raises."""
+    """Return the class and the message of what it raises."""
     try:
         call()
     except Exception as error:  # whatever it is: the test looks at it

@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def rollout(policy: Policy, pictures: list[Picture], written: list[int], number: int) -> Rollout:
-    """A text that begins with pictures; the model reads the last of them after its first token."""
+    """Make a text that begins with pictures; the last is read after the first written token."""
     assert policy.reader is not None
     mark = policy.reader.family.placeholder
     ids, places = policy.reader.expand([40, *[mark] * len(pictures), 41], pictures)
@@ -45,7 +45,7 @@ def rollout(policy: Policy, pictures: list[Picture], written: list[int], number:
 
 
 def packs(policy: Policy, sees: tuple[bool, ...]) -> list[TensorDict]:
-    """One for each rank, with pictures or without; they share one."""
+    """Make a pack for each rank, with pictures or without; they share one."""
     made = []
     for rank, some in enumerate(sees):
         one, wide, common = picture(rank, 32, 48), picture(10 + rank, 64, 32), picture(20)
@@ -60,7 +60,7 @@ def packs(policy: Policy, sees: tuple[bool, ...]) -> list[TensorDict]:
 
 @contextmanager
 def rounding_nothing() -> Iterator[None]:
-    """What transformers computes in float32 is in float64 meanwhile.
+    """Compute in float64 meanwhile what transformers computes in float32.
 
     Else a gradient that comes from two processes is the sum of two that towers have rounded.
     """
@@ -73,7 +73,7 @@ def rounding_nothing() -> Iterator[None]:
 
 
 def see_together(model: str, way: str, sees: tuple[bool, ...]) -> dict[str, float]:
-    """The differences for a policy; ``sees`` tells which ranks have pictures."""
+    """Return the differences for a policy; ``sees`` tells which ranks have pictures."""
     begin()
     policy = policy_of(model, **WAYS[way])
     with rounding_nothing():

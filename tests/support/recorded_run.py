@@ -16,7 +16,7 @@ def sevens(completions, completion_ids, **columns):
 
 
 def make_place(here: Path) -> Path:
-    """A folder with prompts and a reward."""
+    """Make a folder with prompts and a reward."""
     rows = [json.dumps({"prompt": f"{n}="}) + "\n" for n in range(30, 42)]
     (here / "train.jsonl").write_text("".join(rows))
     (here / "rerun_rewards.py").write_text(MODULE)
@@ -24,7 +24,7 @@ def make_place(here: Path) -> Path:
 
 
 def stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
-    """Work in that folder."""
+    """Work in that folder, with its modules, and put back what `seed_everything` sets."""
     patch.chdir(place)
     patch.syspath_prepend(place)
     for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
@@ -32,7 +32,7 @@ def stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(model: Path) -> dict[str, Any]:
-    """Four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
+    """Configure four iterations of two optimizer steps; weights of versions 2 and 4 are kept."""
     return {
         "model": {
             "class_path": "PolicyModule",

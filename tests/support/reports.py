@@ -1,4 +1,4 @@
-"""What a test run says besides pytest's own report: failures at once, and seconds of each file."""
+"""Report failures at once, and the seconds of each file, beside pytest's own report."""
 
 import ast
 import subprocess
@@ -70,7 +70,7 @@ def unexplained(rows: Mapping[str, float], root: Path = ROOT) -> list[str]:
 
 
 def durations_text(commit: str, rows: dict[str, float]) -> str:
-    """The table that ``read_durations`` reads."""
+    """Return the table that ``read_durations`` reads."""
     ordered = sorted(rows.items(), key=lambda row: (-row[1], row[0]))
     head = f"# Worker seconds by file in the last `make test-all`, of commit {commit}.\n"
     total = f"# {sum(rows.values()):.0f} in {len(rows)} files.\n"
@@ -78,7 +78,7 @@ def durations_text(commit: str, rows: dict[str, float]) -> str:
 
 
 def read_durations(path: Path = DURATIONS) -> dict[str, float]:
-    """Worker seconds by test file; empty if there is no table yet."""
+    """Return worker seconds by test file; empty if there is no table yet."""
     if not path.exists():
         return {}
     lines = [line.split() for line in path.read_text("utf-8").splitlines() if line[:1] != "#"]

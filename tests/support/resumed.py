@@ -1,4 +1,4 @@
-"""Runs that are saved, resumed and compared: the one definition of two runs being equal."""
+"""Save, resume and compare runs: the one definition of two runs being equal."""
 
 import random
 import shutil
@@ -22,21 +22,21 @@ from tests.support.small_run import trainer_of
 EPOCHS, PER_EPOCH = 2, 2
 ITERATIONS = EPOCHS * PER_EPOCH
 TRAINED = {"within": 1, "epoch": 2, "collected": 3}
-"""How many iterations are trained on in each checkpoint that a whole run leaves."""
+"""The number of iterations trained on in each checkpoint that a whole run leaves."""
 
 
 def is_time(name: str) -> bool:
-    """Whether a metric is measured in, or per, seconds, and so differs from run to run."""
+    """Tell whether a metric is measured in, or per, seconds, and so differs from run to run."""
     return name.startswith(("time/", "cpu_s", "wall_s")) or name.endswith(("seconds", "_per_s"))
 
 
 def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics in which every time is zero: its key has to be there all the same."""
+    """Set every time in a row of metrics to zero: its key has to be there all the same."""
     return {name: 0.0 if is_time(name) else value for name, value in row.items()}
 
 
 class Trace(RLCallback):
-    """Batches, rollouts and rows of metrics of a run, by the iteration's number (0 first)."""
+    """Records batches, rollouts and rows of metrics of a run, by iteration (0 first)."""
 
     def __init__(self) -> None:
         self.batches: dict[int, Any] = {}
@@ -73,14 +73,14 @@ class Saves(Callback):
 
 @dataclass
 class Case:
-    """What runs: a module of the model in a directory, data of two iterations an epoch."""
+    """The kind of run: a module of the model in a directory, data of two iterations an epoch."""
 
     module: Callable[[str], LightningModule]
     data: Callable[[], LightningDataModule]
     callbacks: Callable[[], list[Callback]] = list
     trainer: dict[str, Any] = field(default_factory=dict)
     places: Sequence[str] = ("within", "collected")
-    """Of its checkpoints those that a run is resumed from."""
+    """The checkpoints that a run is resumed from."""
     model: str = "tiny_model"
     """The fixture with the model's directory."""
 
@@ -124,7 +124,7 @@ def resume(case: Case, model: Path, whole: Run, checkpoint: str, place: Path) ->
 
 
 def state_of(path: Path) -> dict[str, Any]:
-    """Everything in a checkpoint that a run depends on."""
+    """Return everything in a checkpoint that a run depends on."""
     saved = torch.load(path, weights_only=True)
     kept = ("state_dict", "optimizer_states", "lr_schedulers")
     data = [name for name in saved if name.endswith("DataModule")]

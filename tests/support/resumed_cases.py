@@ -1,4 +1,4 @@
-"""What tests/integration/test_resume.py interrupts: one small run of each kind that has a state."""
+"""Define what tests/integration/test_resume.py interrupts: a small run of each kind with state."""
 
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from tests.support.turn_rollouts import played, random_episodes
 SMALL = {"groups_per_iteration": 3, "group_size": 3, "iterations_per_epoch": PER_EPOCH}
 ALL = ("within", "epoch", "collected")
 AFTER_UPDATES = ("within", "epoch")
-"""Where nothing is kept of a batch that is not trained on yet: it is made again."""
+"""The places at which an untrained batch is not kept: it is made again."""
 
 
 class OwnStage(RLCallback):
@@ -51,7 +51,7 @@ def data(**options):
 def language(
     module, *, places=("within", "collected"), trainer=None, model="tiny_model", **options
 ):
-    """A case of a PolicyModule; ``options``: the data module's, made anew for each run."""
+    """Make a case of a PolicyModule; ``options`` are the data module's, anew for each run."""
     make = lambda: data(**{name: value() for name, value in options.items()})  # noqa: E731
     return Case(module, make, watching, trainer or {}, places, model)
 

@@ -1,4 +1,4 @@
-"""Gymnasium environments that do what they should not, for tests and hostile calls."""
+"""Provide gymnasium environments that do what they should not, for tests and hostile calls."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Tests that need bubblewrap: skipped where it is not installed, and failed where CI lacks it."""
+"""Skip tests that need bubblewrap where it is not installed; fail them where CI lacks it."""
 
 import os
 

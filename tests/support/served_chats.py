@@ -1,4 +1,4 @@
-"""Sessions of an AgentServer whose engine writes given turns, and real clients of them."""
+"""Provide sessions of an AgentServer whose engine writes given turns, and real clients of them."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -107,7 +107,7 @@ class Desk:
         )
 
     async def post(self, path, headers=None, **body):
-        """Without a library in between; a connection of its own."""
+        """Post without a library in between, on a connection of its own."""
         headers = {"authorization": f"Bearer {self.session.api_key}"} | (headers or {})
         async with httpx.AsyncClient(verify=False) as client:
             url = self.session.base_url + path
@@ -115,7 +115,7 @@ class Desk:
 
     @property
     def written(self):
-        """All that was recorded as a model's, call by call."""
+        """Return all that was recorded as a model's, call by call."""
         rows = self.rollout.rows
         return [
             TOKENIZER.decode(rows[call.row].token_ids[call.start : call.stop])
@@ -124,7 +124,7 @@ class Desk:
 
     @property
     def asked(self):
-        """The prompts that the engine read."""
+        """Return the prompts that the engine read."""
         return [TOKENIZER.decode(tokens) for tokens, _, _ in self.engine.requests]
 
 

@@ -1,4 +1,4 @@
-"""Real engines that are started once, for all tests that need no engine of their own.
+"""Provide real engines that are started once, for all tests that need no engine of their own.
 
 Whoever takes one pushes weights first, and so finds it as after its start: a push drops what was
 cached. That nothing is in flight is checked before an engine is lent, and after the last test.
@@ -40,13 +40,13 @@ def vllm_in(skeleton: Path) -> Iterator[Callable[..., KeptEngine]]:
 
 @pytest.fixture(scope="module")
 def vllm(vllm_in: Callable[..., KeptEngine]) -> KeptEngine:
-    """vLLM in this process, in float32."""
+    """Lend vLLM in this process, in float32."""
     return vllm_in()
 
 
 @pytest.fixture(scope="session")
 def servers(skeleton: Path, own_transport: type) -> Iterator[VLLMServer]:
-    """Two vLLM servers, in float32; when they are closed none of their processes is left."""
+    """Yield two vLLM servers, in float32; none of their processes is left when they close."""
     engine = VLLMServer(replicas=2, health_every_s=1.0, recovery_timeout_s=200, **SIZES)
     engine.start(skeleton)
     yield engine
@@ -59,7 +59,7 @@ def servers(skeleton: Path, own_transport: type) -> Iterator[VLLMServer]:
 
 @pytest.fixture(scope="module")
 def cluster(own_transport: type) -> Iterator[Any]:
-    """A Ray cluster of two nodes of two CPUs each, on this machine."""
+    """Yield a Ray cluster of two nodes of two CPUs each, on this machine."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
@@ -72,7 +72,7 @@ def cluster(own_transport: type) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def actors(cluster: Any, skeleton: Path) -> Iterator[RayEngine]:
-    """Two Ray actors, one on each node, in float32; with them this process leaves the cluster."""
+    """Yield two Ray actors, one per node, in float32; with them this process leaves the cluster."""
     import ray
 
     engine = RayEngine(

@@ -1,4 +1,4 @@
-"""Runs of several processes of which some get signals: what they are told, and by whom.
+"""Provide runs of several processes of which some get signals: what they are told, and by whom.
 
 Each process is ``python -m lightning_rl fit``, started as torchrun or srun does. The callback here
 sends its own process a signal at a place that the configuration names.
@@ -50,7 +50,7 @@ class Signalled(RLCallback):
 
 
 def configure(folder: Path, model: Path, *at: str, iterations: int = 4) -> Path:
-    """A folder with a configuration for two processes, ``run.yaml``, and what it names."""
+    """Write a folder with a configuration for two processes, ``run.yaml``, and what it names."""
     folder.mkdir(exist_ok=True)
     furnish(folder, model)
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": "runs", "name": "one"}}
@@ -74,12 +74,12 @@ def checkpoints(folder: Path) -> Path:
 
 
 def saved(folder: Path) -> list[str]:
-    """Names of a job's checkpoints."""
+    """Return names of a job's checkpoints."""
     return sorted(path.name for path in checkpoints(folder).glob("iteration_*.ckpt"))
 
 
 def require_same_end(folder: Path, whole: Path) -> None:
-    """Two jobs have the same weights after their fourth iteration, to the bit."""
+    """Require that two jobs have the same weights after their fourth iteration, to the bit."""
     ours, theirs = (
         torch.load(checkpoints(job) / "iteration_4.ckpt", weights_only=True)["state_dict"]
         for job in (folder, whole)

@@ -1,4 +1,4 @@
-"""A Slurm of two emulated nodes on the loopback interface, of build/slurm or of PATH.
+"""Provide a Slurm of two emulated nodes on the loopback interface, of build/slurm or of PATH.
 
 Jobs in the partition ``low`` make way for those in ``high``: they get their own signal, and have a
 minute until they are ended.
@@ -21,13 +21,13 @@ PATH = os.pathsep.join([str(UNPACKED / "bin"), str(UNPACKED / "sbin"), os.enviro
 
 
 def program(name: str) -> Path | None:
-    """A program of Slurm's, also under the name that Debian gives it."""
+    """Return a program of Slurm's, also under the name that Debian gives it."""
     found = shutil.which(name, path=PATH) or shutil.which(f"{name}-wlm", path=PATH)
     return None if found is None else Path(found).resolve()
 
 
 def missing() -> str | None:
-    """What is not installed, as a reason to skip; None if all is there."""
+    """Return what is not installed, as a reason to skip; None if all is there."""
     names = [n for n in ("slurmctld", "slurmd", "slurmstepd", "sbatch", "srun") if not program(n)]
     if names:
         return f"Slurm is not installed ({', '.join(names)} not found): make launch-tools"

@@ -1,4 +1,4 @@
-"""A run of seconds: the tiny model learns to write sevens."""
+"""Provide a run of seconds: the tiny model learns to write sevens."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,6 +8,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl import GAE
+from lightning_rl.callbacks import RLCallback
 from lightning_rl.collect.evaluation import Evaluation
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
@@ -18,18 +19,18 @@ from tests.support.grouped import grouped
 
 
 def share_of_sevens(completions, completion_ids, **columns):
-    """In [0, 1]; the end token counts as no seven."""
+    """Return the share of sevens in [0, 1]; the end token counts as no seven."""
     pairs = zip(completions, completion_ids, strict=True)
     return [text.count("7") / len(ids) for text, ids in pairs]
 
 
 def numbers(*bounds: int, **options) -> IterablePrompts:
-    """The prompts of a range of numbers."""
+    """Return the prompts of a range of numbers."""
     return IterablePrompts([{"prompt": f"{n}="} for n in range(*bounds)], **options)
 
 
 def data_module(evaluation=MappingProxyType({}), **options) -> RLDataModule:
-    """With ``evaluation``, settings of it, its prompts alone, or None."""
+    """Make a data module, with ``evaluation``: its settings, its prompts alone, or None."""
     held_out = {"prompts": numbers(100, 108), "samples": 4, "success_reward": 0.5}
     given = evaluation if isinstance(evaluation, Mapping) else {"prompts": evaluation}
     options = {
@@ -47,7 +48,7 @@ def data_module(evaluation=MappingProxyType({}), **options) -> RLDataModule:
 
 
 def trainer_of(tmp_path, callbacks=(), kind=Trainer, **options) -> Trainer:
-    """For one epoch on the CPU; prints nothing, and keeps nothing but metrics."""
+    """Make a trainer of one epoch on the CPU; it prints nothing, and keeps only metrics."""
     options = {
         "accelerator": "cpu",
         "devices": 1,
@@ -78,15 +79,34 @@ def fit(module, data, tmp_path, **options) -> tuple[Trainer, list[float]]:
     return trainer, losses.seen
 
 
-class SaveAfter(Callback):
-    """A checkpoint after some iteration."""
+class Rows(RLCallback):
+    """Records every iteration's metrics."""
 
-    def __init__(self, iteration: int, path) -> None:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
+        self.rows.append(metrics)
+
+
+class SaveAfter(Callback):
+    """Saves a checkpoint after some iteration, where ``path`` is given."""
+
+    def __init__(self, iteration: int, path=None) -> None:
         self.iteration, self.path = iteration, path
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        if pl_module.iteration == self.iteration:
+        if pl_module.iteration == self.iteration and self.path is not None:
             trainer.save_checkpoint(self.path)
+
+
+class StopAfter(SaveAfter):
+    """Saves a checkpoint, and fails."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if pl_module.iteration == self.iteration:
+            raise RuntimeError("power cut")
 
 
 def adamw(lr: float):

@@ -59,7 +59,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def killed_at(point: int, out: Path) -> dict[str, Any]:
-    """What comes of a run that is killed at a point (-1: never), and goes on."""
+    """Return what comes of a run that is killed at a point (-1: never), and goes on."""
     out.mkdir(parents=True)
     server = KillingServer(point, out / "pid")
     serving = in_child(server.serve_forever)

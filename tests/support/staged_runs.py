@@ -1,4 +1,4 @@
-"""Staged runs against a server of the tests: is a number even?"""
+"""Provide staged runs against a server of the tests: is a number even?"""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ SCENARIO = TextScenario(
 
 
 def numbers(*bounds: int) -> IterablePrompts:
-    """Rows about the numbers of a range."""
+    """Return rows about the numbers of a range."""
     kinds = ["even", "odd"]
     about = {"kinds": kinds, "ünï": None}
     return IterablePrompts(
@@ -32,14 +32,14 @@ def numbers(*bounds: int) -> IterablePrompts:
 
 
 def group_of(url: str, *agents: str, **options: Any) -> ChatGroup:
-    """Agents whose model, and its jobs, are a server's."""
+    """Return agents whose model, and its jobs, are a server's."""
     shared = {"api_key_env": None, "first_wait_s": 0.0}
     jobs = options.pop("jobs", OpenAIFineTuning(url, **shared))
     return ChatGroup(list(agents), "gpt", OpenAIChat(url, **shared), jobs, **options)
 
 
 def staged(run_dir: Path, url: str, **options: Any) -> StagedTrainer:
-    """Two rounds: the prover speaks, the verifier decides."""
+    """Run two rounds: the prover speaks, the verifier decides."""
     given = {
         "protocol": Nip(2),
         "scenario": SCENARIO,

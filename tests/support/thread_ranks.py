@@ -1,4 +1,4 @@
-"""Ranks that share matrices, as threads of one process."""
+"""Run ranks that share matrices as threads of one process."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ class ThreadRanks(TensorRanks):
 
 
 def on_threads(size: int, work: Callable[[ThreadRanks], T]) -> list[T]:
-    """What each of so many ranks returns; a failure of one is that of all."""
+    """Return what each of so many ranks returns; a failure of one is that of all."""
     board, barrier = [None] * size, Barrier(size, timeout=60)
 
     def one(index: int) -> T:

@@ -1,4 +1,4 @@
-"""Replicas that are threads: the real receivers of vLLM's workers, without vLLM."""
+"""Provide replicas that are threads: the real receivers of vLLM's workers, without vLLM."""
 
 import asyncio
 
@@ -114,5 +114,5 @@ def halved(weights):
 
 
 async def lose(engine, replica):
-    """As when a request finds it dead; call it in the engine's loop."""
+    """Lose a replica as when a request finds it dead; call this in the engine's loop."""
     engine.lost(replica, ReplicaLost("injected"))

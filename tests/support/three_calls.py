@@ -1,4 +1,4 @@
-"""An agent whose rollouts have several rows, as those of agent programs do."""
+"""Provide an agent whose rollouts have several rows, as those of agent programs do."""
 
 import asyncio
 import random
@@ -33,7 +33,7 @@ class ThreeCalls(Agent):
 
 
 def cut_in_two(rollout: Rollout) -> Rollout:
-    """The same tokens, of which the second half is a row that goes on from the first."""
+    """Cut the same tokens in two rows, of which the second goes on from the first."""
     [row] = rollout.rows
     half = len(row.token_ids) // 2
     columns = row.token_ids, row.loss_mask, row.logprobs, row.versions

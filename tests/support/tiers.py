@@ -1,4 +1,4 @@
-"""Cases that one of the Makefile's commands runs and another does not."""
+"""Mark cases that one of the Makefile's commands runs and another does not."""
 
 import os
 from typing import Any

@@ -1,4 +1,4 @@
-"""Random models, byte-level tokenizers, and the chat templates of real models."""
+"""Provide random models, byte-level tokenizers, and the chat templates of real models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +11,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.trainers import WordLevelTrainer
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -36,7 +38,7 @@ CHATML = (
 
 
 def byte_tokenizer(*special: str, eos: str, template: str) -> Qwen2Tokenizer:
-    """One token per byte, and the specials before them: padding, then those given."""
+    """Make a tokenizer with a token per byte, after padding and the specials given."""
     tokens = ["<|endoftext|>", *special, *bytes_to_unicode().values()]
     tokenizer = Qwen2Tokenizer(
         vocab={token: i for i, token in enumerate(tokens)}, merges=[], eos_token=eos,
@@ -47,12 +49,12 @@ def byte_tokenizer(*special: str, eos: str, template: str) -> Qwen2Tokenizer:
 
 
 def chatml_tokenizer() -> Qwen2Tokenizer:
-    """Of chats in the plainest format."""
+    """Make a tokenizer of chats in the plainest format."""
     return byte_tokenizer("<|im_start|>", "<|im_end|>", eos="<|im_end|>", template=CHATML)
 
 
 def word_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """One token per word of these texts, for chats in the plainest format."""
+    """Make a tokenizer with one token per word of these texts, for the plainest chat format."""
     words = Tokenizer(WordLevel(unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"]
@@ -69,7 +71,7 @@ def word_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
 def chat_tokenizer(
     name: str, eos: str | None = None, template: str | None = None
 ) -> Qwen2Tokenizer:
-    """Of the named model's chats; ``template`` in place of the model's own."""
+    """Make a tokenizer of the named model's chats; ``template`` replaces the model's own."""
     eos = eos or END_TOKENS[name]
     template = template or (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
     tokenizer = byte_tokenizer(eos, "<|begin|>", "<|python_tag|>", eos=eos, template=template)
@@ -82,7 +84,7 @@ def chat_tokenizer(
 def save_random_model(
     directory: Path, tokenizer: Any, kind: type[PreTrainedConfig] = Qwen2Config, **sizes: Any
 ) -> None:
-    """Two layers and about as many tokens as the tokenizer's unless ``sizes`` say otherwise."""
+    """Save two layers, and about as many tokens as the tokenizer's unless ``sizes`` differ."""
     config = kind(
         **{
             # A real model's would take more time than all else; this is one that ranks can share.
@@ -106,6 +108,15 @@ def save_random_model(
 
 
 def save_chat_model(directory: Path, name: str) -> None:
-    """One that reads bytes, with the named template."""
+    """Save a model that reads bytes, with the named template."""
     sizes: dict[str, Any] = {"max_position_embeddings": 2048, "initializer_range": 0.1}
     save_random_model(directory, chat_tokenizer(name), vocab_size=288, **sizes)
+
+
+def save_untied_llama(directory: Path, model: Path) -> None:
+    """Save a model with an output layer of its own, that reads and writes another one's tokens."""
+    save_random_model(
+        directory, AutoTokenizer.from_pretrained(model), LlamaConfig, vocab_size=16,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Random image-text models of tiny shapes, and pictures for them."""
+"""Provide random image-text models of tiny shapes, and pictures for them."""
 
 import json
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ _SPECIAL = (
 
 
 def vision_tokenizer() -> Qwen2Tokenizer:
-    """Of bytes, with the tokens that stand for pictures."""
+    """Make a tokenizer of bytes, with the tokens that stand for pictures."""
     tokenizer = byte_tokenizer(*_SPECIAL, eos="<|im_end|>", template=TEMPLATE)
     tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL)})
     return tokenizer
 
 
 def save_vision_model(directory: Path, family: str, **text: Any) -> Path:
-    """Two layers of 32 on a tower of two; pictures of 32 x 32 pixels are 4 tokens for Qwen's."""
+    """Save two layers of 32 on a tower of two; 32 x 32 pixels are 4 tokens for Qwen's."""
     if find_spec("torchvision") is None:
         need_transformers("5.19", "pictures without torchvision")
     tokenizer = vision_tokenizer()
@@ -73,7 +74,7 @@ def save_vision_model(directory: Path, family: str, **text: Any) -> Path:
 
 
 def picture(seed: int = 0, width: int = 32, height: int = 32) -> Picture:
-    """Noise of a seed, as a PNG file."""
+    """Return noise of a seed, as a PNG file."""
     noise = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(seed))
     image = Image.fromarray(noise.to(torch.uint8).numpy())
     return load_picture(image, PictureLimits())
@@ -190,8 +191,15 @@ _MAKERS: dict[str, Callable[..., tuple[Any, Any]]] = {
 }
 
 
+def png(color: str, width: int = 32, height: int = 32) -> bytes:
+    """Return a PNG file of one colour."""
+    file = BytesIO()
+    Image.new("RGB", (width, height), color).save(file, "PNG")
+    return file.getvalue()
+
+
 def save_picture_rows(folder: Path) -> Path:
-    """A file of six questions about pictures of three sizes; the last one has no picture."""
+    """Write six questions about pictures of three sizes; the last one has no picture."""
     lines = []
     for seed, size in enumerate([(32, 32), (64, 32), (32, 48), (32, 32), (48, 48)]):
         decode(picture(seed, *size)).save(folder / f"{seed}.png")
@@ -204,5 +212,5 @@ def save_picture_rows(folder: Path) -> Path:
 
 
 def share_of_even(completion_ids: list[list[int]], **columns: Any) -> list[float]:
-    """The share of tokens with even numbers, in [0, 1]."""
+    """Return the share of tokens with even numbers, in [0, 1]."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]

@@ -1,4 +1,4 @@
-"""How far two float results may be apart that are one number, computed in two orders.
+"""Bound how far two float results of one number may be apart, if computed in two orders.
 
 A sum of n terms, rounded after each addition, is off by about sqrt(n) u times the size of what is
 added, u half the distance of neighbouring numbers: errors have either sign, and add up as a random
@@ -34,7 +34,7 @@ def rounding(additions: int, magnitude: float = 1.0, dtype: torch.dtype = torch.
 
 
 def norm_rounding(additions: int, dtype: torch.dtype = torch.float32) -> float:
-    """The same for the norm of a difference, relative to that of the result.
+    """Bound the norm of a difference, relative to that of the result, likewise.
 
     Errors of a norm do not average out: one weight, or one normalizer, is in all that follows from
     it. Under other instruction sets and MKL's compatible mode, the gradient of the tests' tiny
@@ -45,7 +45,7 @@ def norm_rounding(additions: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 def forward_additions(model: Model) -> int:
-    """Additions one after another from a token to a logprob: lengths of sums, layer by layer."""
+    """Count additions in a row from a token to a logprob: lengths of sums, layer by layer."""
     config = model if isinstance(model, PretrainedConfig) else AutoConfig.from_pretrained(model)
     hidden, positions = config.hidden_size, config.max_position_embeddings
     head = hidden // config.num_attention_heads
@@ -76,7 +76,7 @@ def bfloat16_rounding(model: Model, magnitude: float) -> float:
 
 
 def gradient_rounding(model: Model, tokens: int) -> float:
-    """Relative bound for the norm of a gradient: there, back twice as far, and summed over tokens.
+    """Bound a gradient's relative norm: there, back twice as far, and summed over tokens.
 
     A gradient is made of probabilities, and a probability is off, relatively, by what its logprob
     is off absolutely, which grows with the logprob; that of a guess is its magnitude here. The
@@ -87,5 +87,5 @@ def gradient_rounding(model: Model, tokens: int) -> float:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of ``theirs``."""
+    """Return the norm of the difference over the norm of ``theirs``."""
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm())

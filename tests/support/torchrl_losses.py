@@ -1,4 +1,4 @@
-"""Losses on steps of environments beside torchrl's, in float64."""
+"""Compare losses on steps of environments with torchrl's, in float64."""
 
 import torch
 from tensordict import TensorDict
@@ -29,7 +29,7 @@ def built(space, seed=0, **options):
 
 
 def rows(agent, count=24, seed=0):
-    """Steps that another policy took, with credit."""
+    """Return steps that another policy took, with credit."""
     draw = torch.Generator().manual_seed(seed)
     places = (count, *([agent.space.agents] if agent.space.agents else []))
     observations = {"observation": torch.randn(*places, 3, generator=draw).double()}
@@ -48,8 +48,17 @@ def rows(agent, count=24, seed=0):
     return Rows(observations, {"action": action}, learned)
 
 
+class Values(nn.Module):
+    def __init__(self, agent):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, observation):
+        return self.agent.values({"observation": observation}).unsqueeze(-1)
+
+
 def as_torchrl(agent, own):
-    """The same agent and steps, as torchrl has them."""
+    """Return the same agent and steps, as torchrl has them."""
     kind = agent.space.actions["action"]
 
     class Parameters(nn.Module):
@@ -64,14 +73,6 @@ def as_torchrl(agent, own):
                 return only.logits
             return only.mean, only.log_std.exp().expand_as(only.mean)
 
-    class Values(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.agent = agent
-
-        def forward(self, observation):
-            return self.agent.values({"observation": observation}).unsqueeze(-1)
-
     class Normal(torch.distributions.Independent):
         def __init__(self, loc, scale):
             super().__init__(torch.distributions.Normal(loc, scale), 1)
@@ -82,7 +83,7 @@ def as_torchrl(agent, own):
         in_keys=out,
         distribution_class=torch.distributions.Categorical if len(out) == 1 else Normal,
     )
-    critic = ValueOperator(Values(), in_keys=["observation"])
+    critic = ValueOperator(Values(agent), in_keys=["observation"])
     steps = TensorDict(
         {
             "observation": own.observations["observation"],

@@ -1,4 +1,4 @@
-"""The fused attention kernel's definition as an operator that ``torch.compile`` takes whole.
+"""Trace the fused attention kernel's definition: ``torch.compile`` takes the operator whole.
 
 On CUDA torch's kernel is one; its definition (:func:`plain_varlen`) loops over segments, which a
 compiler would trace anew for each pack.
@@ -88,6 +88,6 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 def traced_varlen(
     *arguments: Any, scale: float | None, window_size: tuple[int, int], enable_gqa: bool
 ) -> Tensor:
-    """With the arguments of :func:`plain_varlen`."""
+    """Take the arguments of :func:`plain_varlen`."""
     found: Tensor = _forward(*arguments, scale, list(window_size))
     return found

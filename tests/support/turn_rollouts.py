@@ -12,7 +12,7 @@ Turn = tuple[str | None, int, float | None]
 
 
 def played(turns: list[Turn], reward: float, **fields) -> Rollout:
-    """A prompt of one token; turns of 4s, with a token of the environment's, 3, between two."""
+    """Make a prompt of one token and turns of 4s, with an environment's token, 3, between two."""
     rollout = Rollout(
         Prompt("p", "text", [2]),
         **({"group_id": "g", "sample_index": 0, "seed": 0} | fields),
@@ -54,7 +54,7 @@ def random_episodes(seed: int, groups: int = 4, group_size: int = 3) -> list[Rol
 
 
 def with_values(batch: TensorDict) -> TensorDict:
-    """A critic's, at random."""
+    """Add a critic's values, at random."""
     generator = torch.Generator().manual_seed(3)
     batch["tokens", "values"] = torch.randn(len(batch["tokens"]), generator=generator)
     return batch

@@ -1,4 +1,4 @@
-"""How the results of several processes compare with those of one."""
+"""Compare the results of several processes with those of one."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def checkpoint_of(run: dict[str, Any], name: str) -> Path:
 
 
 def require_same_rollouts(one: list[list[Any]], several: list[list[list[Any]]]) -> None:
-    """All processes together had those of one, batch by batch."""
+    """Require that all processes together had the rollouts of one, batch by batch."""
     shares = zip(*several, strict=True)
     batches = [sorted(rollout for share in batch for rollout in share) for batch in shares]
     assert batches == [sorted(batch) for batch in one]
@@ -30,7 +30,7 @@ def require_same_rollouts(one: list[list[Any]], several: list[list[list[Any]]]) 
 def require_same_rows(
     one: list[dict[str, float]], several: list[dict[str, float]], tolerance: float = TOLERANCE
 ) -> None:
-    """The same metrics; but those of experts are of packs, which are others in other processes."""
+    """Require the same metrics, but for those of experts, whose packs depend on the processes."""
     for theirs, ours in zip(one, several, strict=True):
         expected, found = (
             {name: value for name, value in comparable(row).items() if "experts/" not in name}
@@ -40,7 +40,7 @@ def require_same_rows(
 
 
 def require_same_run(one: dict[str, Any], several: list[dict[str, Any]]) -> None:
-    """The same start, rollouts and metrics, of a policy that moved."""
+    """Require the same start, rollouts and metrics, of a policy that moved."""
     require_same_rollouts(one["rollouts"], [rank["rollouts"] for rank in several])
     assert several[0]["start"] == pytest.approx(one["start"], rel=TOLERANCE)
     require_same_rows(one["rows"], several[0]["rows"])
@@ -48,7 +48,7 @@ def require_same_run(one: dict[str, Any], several: list[dict[str, Any]]) -> None
 
 
 def require_same_export(one: dict[str, Any], several: dict[str, Any]) -> None:
-    """The runs have exported the same weights, but for rounding."""
+    """Require that the runs have exported the same weights, but for rounding."""
     exported, whole = (load_file(run["where"] / EXPORTED) for run in (several, one))
     assert exported.keys() == whole.keys()
     for key, weight in whole.items():
@@ -56,7 +56,7 @@ def require_same_export(one: dict[str, Any], several: dict[str, Any]) -> None:
 
 
 def comparable(row: dict[str, float]) -> dict[str, float]:
-    """A row without what depends on time, or is itself an error of rounding."""
+    """Return a row without what depends on time, or is itself an error of rounding."""
     timed = ("time/", "sync/seconds", "rollout/tokens_per_s")
     noise = ("sync/probe_gap", "rollout/logprob_gap")
     kept = (name for name in row if not _unnamed(name).startswith(timed + noise))
@@ -64,6 +64,6 @@ def comparable(row: dict[str, float]) -> dict[str, float]:
 
 
 def _unnamed(metric: str) -> str:
-    """The metric without the name of a policy that may be in it."""
+    """Return the metric without the name of a policy that may be in it."""
     first, *_, last = metric.split("/")
     return f"{first}/{last}"

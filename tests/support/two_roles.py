@@ -1,4 +1,4 @@
-"""Rollouts that two policies write, and a run in which both learn."""
+"""Provide rollouts that two policies write, and a run in which both learn."""
 
 from lightning_rl import LoRA
 from lightning_rl.engines import TransformersEngine
@@ -24,7 +24,7 @@ class Talk(Agent):
 
 
 def total(completions, completion_ids, **columns):
-    """Sevens among all tokens."""
+    """Return the share of sevens among all tokens."""
     return [ids.count(10) / 12 for ids in completion_ids]
 
 

@@ -1,7 +1,6 @@
-"""What tests of an update share: plain gradient steps, and what is recorded of them."""
+"""Share between tests of an update plain gradient steps, and what is recorded of them."""
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_rl.module import PolicyModule
@@ -9,16 +8,6 @@ from lightning_rl.module import PolicyModule
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
-
-
-class Recorder(Callback):
-    """Every iteration's metrics."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-        self.rows.append(dict(pl_module._recorded))
 
 
 def last_gradients(module: PolicyModule) -> dict[str, Tensor]:

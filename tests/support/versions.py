@@ -1,4 +1,4 @@
-"""What only newer versions can do of those that setup.cfg admits."""
+"""Name what only newer versions can do of those that setup.cfg admits."""
 
 import pytest
 import transformers

@@ -39,7 +39,7 @@ class Walker(RecordingModule):
 
 
 class Walks(CollectingDataModule):
-    """Three iterations an epoch; ``starts`` and ``evaluations`` count what was done."""
+    """Walks three iterations an epoch; ``starts`` and ``evaluations`` count what was done."""
 
     nothing_to_evaluate = "set data.held_out"
 

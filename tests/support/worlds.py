@@ -48,7 +48,7 @@ class Reused(Walk):
 
 
 class Remember(Walk):
-    """Right is what was shown at the begin alone: a body without memory cannot know."""
+    """Rewards what was shown at the begin alone: a body without memory cannot know."""
 
     limit = 4
 

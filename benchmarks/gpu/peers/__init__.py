@@ -1,1 +1,1 @@
-"""Ours beside TRL's GRPOTrainer on a GPU: ``python -m benchmarks.gpu.peers``."""
+"""Run ours beside TRL's GRPOTrainer on a GPU: ``python -m benchmarks.gpu.peers``."""

@@ -37,13 +37,14 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.__main__ import sees_cuda
-from benchmarks.gpu.peers.task import EQUAL, LOT, Task, following, lines_of, rounded
+from benchmarks.gpu.bench import rounded
+from benchmarks.gpu.peers.task import EQUAL, LOT, Task, following, lines_of
 from benchmarks.gpu.runner import Process, Record
 from benchmarks.gpu.table import Check
 
 SECONDS = 350.0
 LEAST_S = {"cuda": 45.0, "cpu": 5.0}
-"""With fewer left no side is begun: it would not get to an iteration."""
+"""The least time in which a side is begun: with less it would not get to an iteration."""
 PEAK_FLOPS = 989e12
 BEST = {
     "per_device_train_batch_size": 32,
@@ -69,7 +70,7 @@ class Side:
 
     @property
     def check(self) -> Check:
-        """The check that runs this side; its limit is cut to the time that is left."""
+        """Run this side's check; its limit is cut to the time that is left."""
         return Check(self.name.replace("/", "-"), self.target, SECONDS, self._options)
 
     @property
@@ -79,12 +80,12 @@ class Side:
 
     @property
     def lacks(self) -> str | None:
-        """A package that is not installed."""
+        """Return a package that is not installed."""
         return next((name for name in self.packages if find_spec(name) is None), None)
 
 
 def sides_of(tasks: Mapping[str, Task], best: Mapping[str, Any]) -> list[Side]:
-    """In their order: for each task its model, and who trains it."""
+    """List each task's model and who trains it, in order."""
     found = []
     for case, task in tasks.items():
         package = "benchmarks.gpu.peers"
@@ -143,7 +144,7 @@ def run_all(
 
 
 def summary_of(lines: Sequence[Record], records: Sequence[Record], device: str) -> Record:
-    """The last line; a processor's share of the card's operations would say nothing."""
+    """Return the last line; a processor's share of the card's operations would say nothing."""
     first = {name: _of(lines, "full/ours", name)[:1] for name in ("start_s", "stages", "vllm")}
     updates = _iterations(lines, "full/ours", LOT)
     rates = {
@@ -176,13 +177,13 @@ def _of(lines: Sequence[Record], side: str, name: str) -> list[Any]:
 
 
 def _iterations(lines: Sequence[Record], side: str, phase: str) -> list[Record]:
-    """All but the first, which warms up; that of the other phase before did so for equal ones."""
+    """Skip the first iteration, which warms up; an earlier phase did so for equal ones."""
     found = [line for line in lines if line["side"] == side and line.get("phase") == phase]
     return found[1:]
 
 
 def _ratio(lines: Sequence[Record], case: str, peer: str, phase: str) -> float | None:
-    """Seconds per written token: the peer's / ours."""
+    """Return the seconds per written token of the peer / ours."""
     each = [
         [i["wall_s"] / i["written"] for i in _iterations(lines, f"{case}/{side}", phase)]
         for side in (peer, "ours")
@@ -191,7 +192,7 @@ def _ratio(lines: Sequence[Record], case: str, peer: str, phase: str) -> float |
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if no side failed."""
+    """Return 0 if no side failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of all together")
     parser.add_argument("--only", choices=list(TASKS), help="one of the two tasks")

@@ -1,4 +1,4 @@
-"""A model of a true shape with random weights, whose completions end by lot, and its prompts."""
+"""Make a model of a true shape with random weights, whose completions end by lot; and prompts."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def make(bench: Bench, **options: Any) -> None:
 
 
 def write_prompts(path: Path, questions: list[str], most: int) -> None:
-    """512 prompts of one to ``most`` questions."""
+    """Write 512 prompts of one to ``most`` questions."""
     rng = random.Random(0)
     with path.open("w") as file:
         for number in range(512):
@@ -105,7 +105,7 @@ class _Watch(LogitsProcessor):
         self.slopes: list[Tensor] = []
 
     def see(self, head: Any, inputs: tuple[Tensor, ...]) -> None:
-        """The last state of each completion, as it comes to the output layer."""
+        """Note the last state of each completion, as it comes to the output layer."""
         self.slopes.append(inputs[0][:, -1, 0].double().cpu())
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class _Watch(LogitsProcessor):
 
 
 def expected_length(logits: Tensor, slopes: Tensor, bias: float, longest: int) -> float:
-    """Mean tokens, end included, of completions cut at ``longest``.
+    """Return the mean tokens, end included, of completions cut at ``longest``.
 
     ``logits`` (steps, rows) are the end token's log odds without a bias, ``slopes`` what one unit
     of it adds. For tokens later than these, those of their second half are taken again.
@@ -130,7 +130,7 @@ def expected_length(logits: Tensor, slopes: Tensor, bias: float, longest: int) -
 
 
 def bias_for(logits: Tensor, slopes: Tensor, mean: float, longest: int) -> float:
-    """The bias at which :func:`expected_length` is ``mean``."""
+    """Return the bias at which :func:`expected_length` is ``mean``."""
     low, high = -50.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2

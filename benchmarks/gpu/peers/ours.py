@@ -1,4 +1,4 @@
-"""The library on the task of ``benchmarks.gpu.peers``, through ``Trainer.fit``."""
+"""Run the library on the task of ``benchmarks.gpu.peers``, through ``Trainer.fit``."""
 
 import time
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ STAGES_OF_VLLM = {
 
 
 def run(bench: Bench, side: str, **options: Any) -> None:
-    """Both kinds of completions, one after another, with one model and one engine."""
+    """Run both kinds of completions, one after another, with one model and one engine."""
     task = Task(**options).on(bench)
     told = Lines(bench, side)
     laps = Laps(bench, IMPORT_S)
@@ -109,7 +109,7 @@ def _fit(
 
 
 def lots(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """A reward for each completion."""
+    """Return a reward for each completion."""
     return [lot(completion) for completion in completions]
 
 
@@ -158,7 +158,7 @@ class Clock(RLCallback):
         self._updating = time.perf_counter()
 
     def on_sync_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The update is over; the first push comes before there was any."""
+        """Note that the update is over; the first push comes before there was any."""
         if self._updating is None:
             return
         settle(self.bench)
@@ -208,7 +208,7 @@ class Clock(RLCallback):
 def _starting(
     module: PolicyModule, engine: Engine, laps: Laps, in_vllm: dict[str, Any]
 ) -> Iterator[None]:
-    """Between its stages, those of loading the model and starting the engine are told apart."""
+    """Time model loading and engine start separately in between the module's stages."""
     configure, start = module.configure_model, engine.start
 
     def configure_model() -> None:

@@ -1,4 +1,4 @@
-"""The task of both sides of ``benchmarks.gpu.peers``, and the lines that they write; no torch."""
+"""Define the task of both sides of ``benchmarks.gpu.peers``, and their output lines; no torch."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.bench import Bench, rounded
 
 LOT, EQUAL = "lot", "equal"
 """Completions that end by lot, and completions that are all of the same length."""
@@ -21,7 +21,7 @@ IMPOSSIBLE = -1.0
 
 @dataclass(frozen=True)
 class Task:
-    """GRPO on a made model; both sides have the same batches, precision and share of the card.
+    """GRPO on a made model: both sides have the same batches, precision and share of the card.
 
     Args:
         shape: one of ``recipes.math.make_model.SHAPES``.
@@ -52,23 +52,23 @@ class Task:
     trl: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, bench: Bench) -> "Task":
-        """The same, for a trial on a CPU at a tiny size."""
+        """Return the same task, for a trial on a CPU at a tiny size."""
         if not bench.tiny:
             return self
         return replace(self, mean=4, longest=12, groups=2, group_size=2)
 
     def directory(self, bench: Bench) -> Path:
-        """Where the model and its prompts are made."""
+        """Return where the model and its prompts are made."""
         return bench.scratch / "peers" / self.shape
 
 
 def lot(completion: str) -> float:
-    """A reward that nothing can learn, and that is the same on both sides."""
+    """Return a reward that nothing can learn, and that is the same on both sides."""
     return float(zlib.crc32(completion.encode()) & 1)
 
 
 def process_seconds() -> float:
-    """Since this process was started, interpreter included."""
+    """Return the seconds since this process was started, interpreter included."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
@@ -77,7 +77,7 @@ def process_seconds() -> float:
 
 
 def lines_of(scratch: Path, side: str) -> Path:
-    """The file to which a side appends a line of JSON as soon as it knows something."""
+    """Return the file to which a side appends a line of JSON as soon as it knows something."""
     return scratch / f"{side.replace('/', '-')}.lines"
 
 
@@ -88,22 +88,15 @@ class Lines:
         self._path, self._side = lines_of(bench.scratch, side), side
 
     def tell(self, **figures: Any) -> None:
-        """Floats are rounded to four digits."""
+        """Tell figures, with floats rounded to four digits."""
         line = {"side": self._side} | {name: rounded(value) for name, value in figures.items()}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def rounded(value: Any) -> Any:
-    """Floats with four digits, in dictionaries too."""
-    if isinstance(value, dict):
-        return {name: rounded(part) for name, part in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 @contextmanager
 def following(path: Path, tell: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """While the block runs, tell each line of a file that another process appends to."""
+    """Tell each line that another process appends to a file, while the block runs."""
     over = Event()
     path.write_text("")  # of an earlier run in the same place
 

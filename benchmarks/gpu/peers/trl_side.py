@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the task of ``benchmarks.gpu.peers``, with vLLM in its process.
+"""Run TRL's GRPOTrainer on the task of ``benchmarks.gpu.peers``, with vLLM in its process.
 
 What it shares with ours is set: batches, learning rate, temperature 1, no KL, float32 weights
 computed with in bfloat16, vLLM's share of the card. All else is TRL's default, gradient
@@ -24,7 +24,7 @@ IMPORT_S = import_seconds()
 
 
 def run(bench: Bench, side: str, **options: Any) -> None:
-    """Completions that end by lot, then such of equal length."""
+    """Run completions that end by lot, then such of equal length."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     task = Task(**options).on(bench)
     told = Lines(bench, side)
@@ -97,7 +97,7 @@ class Clock(TrainerCallback):
     def grade(
         self, completions: list[str], completion_ids: list[list[int]], **columns: Any
     ) -> list[float]:
-        """A reward for each completion."""
+        """Return a reward for each completion."""
         self.written = [len(ids) for ids in completion_ids]
         return [lot(completion) for completion in completions]
 
@@ -135,7 +135,7 @@ class Clock(TrainerCallback):
         self.seconds, self._since = {}, now
 
     def _time(self, owner: Any, method: str, name: str) -> None:
-        """One within another counts in both: a sleeping engine is sent weights as it generates."""
+        """Time a call, nested ones twice: a sleeping engine is sent weights as it generates."""
         inner = getattr(owner, method)
 
         def timed(*arguments: Any, **keywords: Any) -> Any:

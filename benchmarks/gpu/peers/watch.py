@@ -1,4 +1,4 @@
-"""Measurements of both sides: seconds of stages, tokens in passes, floating-point operations."""
+"""Measure both sides: seconds of stages, tokens in passes, floating-point operations."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Laps:
         self._since = time.perf_counter()
 
     def lap(self, stage: str) -> None:
-        """All since the last call was this stage's."""
+        """Credit the time since the last call to this stage."""
         settle(self.bench)
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._since
@@ -29,12 +29,12 @@ class Laps:
 
     @property
     def total(self) -> float:
-        """Waiting for the turn is left out."""
+        """Return the total without waiting for the turn."""
         return sum(self.seconds.values())
 
 
 def import_seconds() -> float:
-    """To be called at the end of a module that imports all that a side needs."""
+    """Return the import seconds; call this at the end of a module that imports all of a side."""
     return process_seconds()
 
 
@@ -50,21 +50,21 @@ class PassedTokens:
             self.count += inputs[0].numel()
 
     def take(self) -> int:
-        """Since the last call."""
+        """Return the samples since the last call."""
         count, self.count = self.count, 0
         return count
 
 
 @torch.no_grad()
 def forbid_end(model: Any) -> None:
-    """Completions of a made model go on to their limit from now on."""
+    """Forbid the end: completions of a made model go on to their limit from now on."""
     model.get_input_embeddings().weight[model.config.eos_token_id, 0] = IMPOSSIBLE
 
 
 def model_flops(
     config: Any, passed: int, groups: Sequence[tuple[int, Sequence[int]]]
 ) -> dict[str, float]:
-    """Operations of an update of all weights, forward and backward, recomputation left out.
+    """Count the operations of an update of all weights, both passes, without recomputation.
 
     6 x (parameters of the layers) x ``passed`` tokens, + 6 x (parameters of the output layer) x
     written tokens, + 12 x layers x heads x head width x pairs of a query and a key that it may see.
@@ -87,5 +87,5 @@ def model_flops(
 
 
 def peak_gib(bench: Bench) -> float | None:
-    """Most that torch had allocated, vLLM's part included; None on a CPU."""
+    """Return the most that torch had allocated, vLLM's part included; None on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30 if bench.device == "cuda" else None

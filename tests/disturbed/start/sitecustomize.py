@@ -18,7 +18,7 @@ KEPT = []
 
 
 class Finder(MetaPathFinder):
-    """Find modules as others do, and call a function after they were executed."""
+    """Finds modules as others do, and calls a function after they were executed."""
 
     def find_spec(self, name, path, target=None):
         if name not in FUNCTIONS:

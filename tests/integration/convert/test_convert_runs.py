@@ -1,4 +1,4 @@
-"""What convert writes is what check and fit take."""
+"""Test that check and fit take what convert writes."""
 
 import json
 

@@ -146,7 +146,7 @@ if __name__ == "__main__":
 
 
 def write_games(place: Path) -> Path:
-    """Modules that a worker imports with PYTHONPATH at this place."""
+    """Write modules that a worker imports with PYTHONPATH at this place."""
     for name, text in {"vf_guess": GUESS, "vf_duel": DUEL, "vf_lookup": LOOKUP}.items():
         (place / f"{name}.py").write_text(text)
     return place

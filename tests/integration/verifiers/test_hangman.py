@@ -1,4 +1,4 @@
-"""recipes/hangman, shortened: a real package of verifiers, real vLLM, and a small model.
+"""Test a shortened recipes/hangman: a real package of verifiers, real vLLM, and a small model.
 
 Slow: vLLM starts for the recipe, and chats of several turns are trained on.
 """

@@ -1,4 +1,4 @@
-"""VerifiersAgent with the real library (make verifiers), its workers and our endpoint.
+"""Test VerifiersAgent with the real library (make verifiers), its workers and our endpoint.
 
 Slow: each worker imports verifiers, which takes seven seconds.
 """

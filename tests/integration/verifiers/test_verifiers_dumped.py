@@ -1,4 +1,4 @@
-"""What a configuration says of environments for verifiers is kept whole."""
+"""Test that what a configuration says of environments for verifiers is kept whole."""
 
 from importlib import import_module
 

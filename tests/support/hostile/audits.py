@@ -1,4 +1,4 @@
-"""Hostile calls: what is done to a recorded run before it is audited or rerun."""
+"""Provide hostile calls: what is done to a recorded run before it is audited or rerun."""
 
 import json
 from collections.abc import Callable
@@ -17,7 +17,7 @@ GENEROUS = 300.0
 
 
 def recorded(folder: Path) -> Path:
-    """A run of four iterations that ended well."""
+    """Return a run of four iterations that ended well."""
     make_model(folder / "model")
     make_place(folder)
     return train(folder, folder / "model", "--trainer.callbacks+=PreviewTable")
@@ -25,7 +25,7 @@ def recorded(folder: Path) -> Path:
 
 def audited(name: str, change: Callable[[Path], object], *says: str, right: bool = False,
             begin: tuple[str, ...] = ("audit", "--share", "0")) -> Call:  # fmt: skip
-    """An audit of a run after this was done to it."""
+    """Audit a run after this was done to it."""
 
     def play(folder: Path) -> None:
         run = recorded(folder)
@@ -40,7 +40,7 @@ def audited(name: str, change: Callable[[Path], object], *says: str, right: bool
 
 
 def entry(name: str, says: str, kind: str = "iteration", **change: Any) -> Call:
-    """A ledger with other values in its entries of a kind, and every hash right."""
+    """Write a ledger with other values in its entries of a kind, and every hash right."""
 
     def changed(run: Path) -> None:
         chain_anew(run, lambda one: one.update(change) if one["kind"] == kind else None)
@@ -53,7 +53,7 @@ def written(name: str, file: str, content: bytes, *says: str, **options: Any) ->
 
 
 def line(text: str) -> Callable[[Path], object]:
-    """One more line in the ledger."""
+    """Add one more line to the ledger."""
 
     def add(run: Path) -> None:
         with (run / "ledger.jsonl").open("a") as file:
@@ -68,7 +68,7 @@ def _of_no_kind(one: dict[str, Any]) -> None:
 
 
 def _without_head(run: Path) -> None:
-    """The first entry is an iteration."""
+    """Remove the head, so that the first entry is an iteration."""
     entries = [one for one in Ledger(run).entries() if one["kind"] != "begin"]
     (run / "ledger.jsonl").unlink()
     ledger = Ledger(run)

@@ -1,4 +1,4 @@
-"""A hostile call: what is done, and what has to come of it."""
+"""Define a hostile call: what is done, and what has to come of it."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ class Call:
     """
 
     name: str
-    """What is wrong with it, in words; unique in its surface."""
+    """The fault in words; unique in its surface."""
     play: Callable[[Path], object]
     """Does it; gets the folder. An error of the library, if raised, is printed in one line and
     counts as a failure that was told; ``SystemExit`` sets the status."""
@@ -47,7 +47,7 @@ def play(surface: str, name: str) -> None:
 
 
 def command(*arguments: str) -> Callable[[Path], object]:
-    """A call that is ``lightning-rl arguments``; ``{folder}`` in them is the call's folder."""
+    """Run ``lightning-rl arguments``; ``{folder}`` in them is the call's folder."""
 
     def play(folder: Path) -> None:
         status = main([argument.replace("{folder}", str(folder)) for argument in arguments])

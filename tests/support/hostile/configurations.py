@@ -18,7 +18,7 @@ OWN = {"class_path": "lightning_rl.OverlongPenalty", "init_args": {"max_tokens":
 
 
 def good(**changes: Any) -> dict[str, Any]:
-    """A configuration that trains a tiny model, with other values at ``a__b__c`` (and ``a__0``)."""
+    """Return a configuration for a tiny model, with other values at ``a__b__c`` (and ``a__0``)."""
     tree = deepcopy(CONFIG)
     tree["data"]["init_args"]["rewards"] = [OWN]
     for path, value in changes.items():
@@ -49,7 +49,7 @@ FIT = ("fit", "--config", "good.yaml")
 
 
 def file(name: str, content: str | bytes, *says: str, right: bool = False) -> Call:
-    """A configuration of this content, after the good one."""
+    """Return a configuration of this content, after the good one."""
 
     def make(folder: Path) -> None:
         (folder / "c.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -58,29 +58,29 @@ def file(name: str, content: str | bytes, *says: str, right: bool = False) -> Ca
 
 
 def values(name: str, *says: str, right: bool = False, **changes: Any) -> Call:
-    """The good configuration with other values."""
+    """Return the good configuration with other values."""
     return file(name, yaml.safe_dump(good(**changes)), *says, right=right)
 
 
 def options(name: str, *given: str, says: str) -> Call:
-    """Options after the good configuration."""
+    """Return options after the good configuration."""
     return Call(name, played(None, *CHECK, *given), (says,))
 
 
 def thing(name: str, make: Callable[[Path], object], *says: str, option: str = "--config") -> Call:
-    """Something else under the name of a file that an option names."""
+    """Put something else under the name of a file that an option names."""
     path = "thing.ckpt" if option == "--ckpt_path" else "thing.yaml"
     return Call(name, played(lambda f: make(f / path), *CHECK, option, path), says)
 
 
 def prompts(name: str, make: Callable[[Path], object], *says: str) -> Call:
-    """Something else in the place of the prompts' file."""
+    """Put something else in the place of the prompts' file."""
     path = "data.train_prompts.path"
     return Call(name, played(lambda f: make(f / "other"), *CHECK, f"--{path}", "other"), says)
 
 
 def module(name: str, content: str, *says: str, path: str = "mine.f") -> Call:
-    """A reward of a module with this content."""
+    """Return a reward of a module with this content."""
 
     def make(folder: Path) -> None:
         (folder / "mine.py").write_text(content)
@@ -89,7 +89,7 @@ def module(name: str, content: str, *says: str, path: str = "mine.f") -> Call:
 
 
 def dead(name: str, body: str, *says: str, right: bool = True, **changes: Any) -> Call:
-    """A run whose rewards teach nothing (any more); it says so, and so does its summary."""
+    """Run with rewards that teach nothing (any more); it says so, and so does its summary."""
     more = {
         "trainer__callbacks": [{"class_path": "WeightSync"}],
         "trainer__logger": {
@@ -112,7 +112,7 @@ def dead(name: str, body: str, *says: str, right: bool = True, **changes: Any) -
 
 
 def checkpoint(name: str, content: Any, *says: str) -> Call:
-    """A checkpoint that holds this."""
+    """Return a checkpoint that holds this."""
     return thing(name, lambda path: torch.save(content, path), *says, option="--ckpt_path")
 
 

@@ -1,4 +1,4 @@
-"""Hostile calls: shell scripts to be converted, with what has to be said of each."""
+"""Provide hostile calls: shell scripts to be converted, with what has to be said of each."""
 
 PPO = "python3 -m verl.trainer.main_ppo"
 

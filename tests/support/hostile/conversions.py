@@ -1,4 +1,4 @@
-"""Hostile calls: conversions."""
+"""Provide hostile calls: conversions."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.support.hostile.conversion_scripts import SCRIPTS
 def file(
     name: str, kind: str, content: str | bytes, *says: str, right: bool = False, options: str = ""
 ) -> Call:
-    """``lightning-rl convert theirs.KIND`` of a file with this content."""
+    """Call ``lightning-rl convert theirs.KIND`` on a file with this content."""
 
     def play(folder: Path) -> None:
         path = folder / f"theirs.{kind}"
@@ -24,12 +24,12 @@ def file(
 
 
 def trl(name: str, *says: str, right: bool = False, **values: Any) -> Call:
-    """Values of a GRPOConfig, as JSON."""
+    """Return values of a GRPOConfig, as JSON."""
     return file(name, "json", json.dumps(values), *says, right=right, options="--trainer grpo")
 
 
 def verl(name: str, *says: str, right: bool = False, **values: Any) -> Call:
-    """Values of verl's configuration, nested, as JSON."""
+    """Return values of verl's configuration, nested, as JSON."""
     return file(name, "json", json.dumps(values), *says, right=right, options="--from verl")
 
 

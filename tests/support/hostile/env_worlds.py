@@ -117,7 +117,7 @@ gymnasium.register("Rude-v0", f"{__name__}:Rude")
 
 
 def torchrl(how: str, where: str, **options: Any) -> TorchRLEnv:
-    """The same environment, as torchrl has gymnasium's."""
+    """Return the same environment, as torchrl has gymnasium's."""
     arguments = {"env_name": NAME, "how": how, "where": where, "categorical_action_encoding": True}
     return TorchRLEnv("torchrl.envs.GymEnv", arguments | {"device": "cpu"}, **options)
 
@@ -153,7 +153,7 @@ def fit(
     module: LightningModule | None = None,
     **data: Any,
 ) -> None:
-    """A short run, as a script has it."""
+    """Run shortly, as a script does."""
     given = {"num_envs": 2, "frames_per_iteration": 16, "iterations_per_epoch": 1} | data
     trainer = Trainer(
         max_epochs=1,
@@ -169,7 +169,7 @@ def fit(
 
 
 def script(text: str) -> Callable[[Path], object]:
-    """A call that is a script in the folder."""
+    """Return a call that is a script in the folder."""
 
     def play(folder: Path) -> None:
         (folder / "script.py").write_text(text)

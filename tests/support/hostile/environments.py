@@ -1,4 +1,4 @@
-"""Hostile calls: environments."""
+"""Provide hostile calls: environments."""
 
 import json
 import signal
@@ -26,7 +26,7 @@ GENEROUS = 240.0
 
 
 def meets(kind: str, how: str, where: str, *says: str, right: bool = False, **data: Any) -> Call:
-    """A run in an environment that does that."""
+    """Return a run in an environment that does that."""
     return Call(
         f"{kind}: {how} in {where}",
         lambda folder: fit(folder, KINDS[kind](how, where), **data),
@@ -37,7 +37,7 @@ def meets(kind: str, how: str, where: str, *says: str, right: bool = False, **da
 
 
 def hangs(kind: str, where: str = "step") -> Call:
-    """A run in an environment that hangs, until its time is over."""
+    """Return a run in an environment that hangs, until its time is over."""
     return Call(
         f"{kind}: hangs in {where}, with a time limit",
         lambda folder: fit(folder, KINDS[kind]("hangs", where), max_step_seconds=3.0),
@@ -47,7 +47,7 @@ def hangs(kind: str, where: str = "step") -> Call:
 
 
 def stopped(kind: str, number: int, where: str = "step", **data: Any) -> Call:
-    """A run in an environment that hangs, and is asked to end."""
+    """Return a run in an environment that hangs, and is asked to end."""
     name = signal.Signals(number).name
     return Call(
         f"{kind}: hangs in {where}, then {name}",
@@ -58,7 +58,7 @@ def stopped(kind: str, number: int, where: str = "step", **data: Any) -> Call:
 
 
 def learner(module: Callable[[], Any], *says: str) -> Call:
-    """Another module in an environment that hangs."""
+    """Return another module in an environment that hangs."""
     name = module().__class__.__name__
     return Call(
         f"{name}: the environment hangs, then SIGTERM",
@@ -79,7 +79,7 @@ def watched(folder: Path) -> None:
 
 
 def configured(**data: Any) -> Callable[[Path], object]:
-    """``lightning-rl check`` of an environment."""
+    """Call ``lightning-rl check`` on an environment."""
 
     def play(folder: Path) -> None:
         config = {
@@ -129,7 +129,7 @@ gymnasium.register("Mine-v0", Mine)
 
 
 def unguarded(env: str, before: str = "") -> Callable[[Path], object]:
-    """A script without ``if __name__ == "__main__"``."""
+    """Return a script without ``if __name__ == "__main__"``."""
     return script(SCRIPT.format(env=env, before=before))
 
 

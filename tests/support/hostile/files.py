@@ -1,4 +1,4 @@
-"""Hostile calls: damaged files that ``view`` and ``rollouts`` are given."""
+"""Provide hostile calls: damaged files that ``view`` and ``rollouts`` are given."""
 
 import json
 import os
@@ -19,7 +19,7 @@ DEEP = 100_000
 
 
 def good() -> dict[str, Any]:
-    """A rollout as a record."""
+    """Return a rollout as a record."""
     prompt = Prompt("p", "Say hello.", [5, 6])
     rollout = Rollout(
         prompt,
@@ -36,7 +36,7 @@ def good() -> dict[str, Any]:
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
-    """The same with another value at ``a.b.c``; ``...`` leaves the field out."""
+    """Return the same with another value at ``a.b.c``; ``...`` leaves the field out."""
     record = deepcopy(good())
     *folders, name = path.split(".")
     place: Any = record
@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "id": ([], "id is [], but must be a text"),
     "seed": (10**30, "seed is 1000000000000000000000000000000, but must fit into 64 bits"),
 }
-"""What a field may hold that it must not, and what is said of it."""
+"""The values that a field must not hold, and what is said of each."""
 
 
 def given(content: bytes, *arguments: str, name: str = "some.jsonl") -> Callable[[Path], object]:
@@ -118,7 +118,7 @@ def _loop(folder: Path) -> None:
 
 
 def _sqlite(query: str, *values: Any) -> Callable[[Path], object]:
-    """A good database, and then what a query makes of it."""
+    """Make a good database, and then do to it what a query does."""
 
     def make(folder: Path) -> None:
         file = open_rollouts(folder / "some.sqlite")

@@ -1,4 +1,4 @@
-"""Ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
+"""Provide ways to forge a recorded run of four iterations; ``lightning-rl audit`` finds each.
 
 Each is given the directory of a run that ended, and changes it as somebody would who wants other
 results to be believed. ``FOUND`` says what an audit of the files alone tells of it.
@@ -23,7 +23,7 @@ ROLLOUTS = "rerun/iteration-000003-000.parquet"
 
 
 def rollout_text(run: Path) -> None:
-    """Another completion, in the preview that people read."""
+    """Write another completion into the preview that people read."""
     file = run / "rollouts.jsonl"
     lines = file.read_text().splitlines()
     record = json.loads(lines[0])
@@ -32,7 +32,7 @@ def rollout_text(run: Path) -> None:
 
 
 def one_of_two_rewards(run: Path) -> None:
-    """A reward in its column alone, beside the JSON; and the ledger written anew to agree."""
+    """Write a reward into its column alone, beside the JSON, and make the ledger agree."""
     table = pyarrow.parquet.read_table(run / ROLLOUTS)
     rewards = table["reward"].to_pylist()
     rewards[0] += 0.5
@@ -43,12 +43,12 @@ def one_of_two_rewards(run: Path) -> None:
 
 
 def metrics(run: Path) -> None:
-    """The last row of what curves are drawn from."""
+    """Change the last row of what curves are drawn from."""
     _replace_last(run / "metrics.jsonl", "reward/mean", 1.0)
 
 
 def outcomes(run: Path) -> None:
-    """The mean reward of the last iteration, wherever metrics are recorded."""
+    """Change the mean reward of the last iteration, wherever metrics are recorded."""
     metrics(run)
     file = run / "rerun" / "versions.jsonl"
     *lines, last = file.read_text().splitlines(keepends=True)
@@ -58,13 +58,13 @@ def outcomes(run: Path) -> None:
 
 
 def summary(run: Path) -> None:
-    """The result that scripts read."""
+    """Change the result that scripts read."""
     file = run / "summary.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"accuracy_after": 0.99}))
 
 
 def checkpoint(run: Path) -> None:
-    """Other weights in a checkpoint, whole and with a checksum of its own."""
+    """Write other weights into a checkpoint, whole and with a checksum of its own."""
     file = run / "checkpoints" / "iteration_2.ckpt"
     content = torch.load(file, weights_only=True)
     next(iter(content["state_dict"].values())).view(-1)[0] += 1e-6
@@ -72,7 +72,7 @@ def checkpoint(run: Path) -> None:
 
 
 def last_checkpoint(run: Path) -> None:
-    """A file of others' in the place of the link that runs go on from."""
+    """Put others' file in the place of the link that runs go on from."""
     (run / "checkpoints" / "last.ckpt").unlink(missing_ok=True)
     shutil.copy(run / "checkpoints" / "iteration_2.ckpt", run / "checkpoints" / "last.ckpt")
 
@@ -83,30 +83,30 @@ def missing_checkpoint(run: Path) -> None:
 
 
 def added_file(run: Path) -> None:
-    """Rollouts that nothing was trained on."""
+    """Add rollouts that nothing was trained on."""
     log = RerunLog(run)
     log.write_rollouts(9, 0, log.rollouts(1))
 
 
 def cut_ledger(run: Path) -> None:
-    """The last two iterations never were; the chain holds."""
+    """Cut the last two iterations; the chain holds."""
     lines = (run / "ledger.jsonl").read_text().splitlines(keepends=True)
     third = next(i for i, line in enumerate(lines) if '"version": 3' in line)
     (run / "ledger.jsonl").write_text("".join(lines[:third]))
 
 
 def rechained_ledger(run: Path) -> None:
-    """Trained on another machine, it says; every hash is right, and the head is another."""
+    """Claim training on another machine; every hash is right, and the head is another."""
     chain_anew(run, lambda entry: entry.get("environment", {}).update(device="another machine"))
 
 
 def malformed_ledger(run: Path) -> None:
-    """No entry as a run writes them; the chain holds."""
+    """Write no entry as a run does; the chain holds."""
     chain_anew(run, lambda entry: entry.update(version="3") if entry["kind"] == "end" else None)
 
 
 def escapes(run: Path) -> None:
-    """A file whose name tells the terminal to say that all is well."""
+    """Name a file so that it tells the terminal to say that all is well."""
     (run / "\x1b[2K\rnothing was changed\x1b[8m").write_text("")
 
 

@@ -1,4 +1,4 @@
-"""Hostile bodies: what stands in a request's JSON, and how much of it."""
+"""Provide hostile bodies: what stands in a request's JSON, and how much of it."""
 
 import json
 from typing import Any
@@ -13,7 +13,7 @@ PROMPT = {"prompt": "2 + 3 =", "max_tokens": 2}
 MESSAGE = {**GOOD, "model": "policy"}
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ALLOWED = RequestLimits(client_templates=True, max_seconds=30, max_bytes=2**20)
-"""So long that a busy machine refuses for the reason that is asked for."""
+"""The limit is so long that a busy machine refuses for the reason that is asked for."""
 SHORT = RequestLimits(client_templates=True, max_seconds=3, max_bytes=2**20)
 
 
@@ -28,17 +28,17 @@ def posted(body: Any, path: str = CHAT, hostile: str = "") -> Said:
 
 
 def chat(hostile: str = "", **fields: Any) -> Said:
-    """A chat with these fields."""
+    """Return a chat with these fields."""
     return posted({**GOOD, **fields}, CHAT, hostile)
 
 
 def content(value: Any, hostile: str = "") -> Said:
-    """A chat whose only message has this content."""
+    """Return a chat whose only message has this content."""
     return chat(hostile, messages=[{"role": "user", "content": value}])
 
 
 def history(arguments: str) -> list[dict[str, Any]]:
-    """A chat in which a tool was called with these arguments."""
+    """Return a chat in which a tool was called with these arguments."""
     function = {"name": "add", "arguments": arguments}
     calls = [{"id": "c", "type": "function", "function": function}]
     return [

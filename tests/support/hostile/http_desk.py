@@ -1,4 +1,4 @@
-"""An AgentServer with a real engine on the loopback, and what is said to it, byte by byte."""
+"""Talk, byte by byte, to an AgentServer with a real engine on the loopback."""
 
 import asyncio
 import json
@@ -32,14 +32,14 @@ class Desk:
     session: Session
 
     def head(self, path: str = CHAT, method: str = "POST", **headers: str) -> bytes:
-        """The first lines of a request, with the session's key; ``x_a`` is the header ``x-a``."""
+        """Return a request's first lines, with the session's key; ``x_a`` is the header ``x-a``."""
         given = {"host": "here", "authorization": f"Bearer {self.session.api_key}"}
         given |= {name.replace("_", "-"): value for name, value in headers.items()}
         lines = [f"{method} {path} HTTP/1.1", *(f"{n}: {v}" for n, v in given.items())]
         return "\r\n".join([*lines, "connection: close", "", ""]).encode("latin-1")
 
     async def send(self, sent: bytes) -> str:
-        """What comes back until the server closes: status and body."""
+        """Return what comes back until the server closes: status and body."""
         host, port = self.server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         try:
@@ -52,7 +52,7 @@ class Desk:
         return f"{head.partition(' ')[2].partition(' ')[0]} {body}"
 
     async def post(self, body: Any, path: str = CHAT, **headers: str) -> str:
-        """The same for a body: bytes or text as they are, else as JSON."""
+        """Post a body: bytes or text as they are, else as JSON."""
         content = body if isinstance(body, str | bytes) else json.dumps(body)
         content = content.encode() if isinstance(content, str) else content
         return await self.send(
@@ -66,7 +66,7 @@ Said = Callable[[Desk], Awaitable[str]]
 def http_call(
     name: str, say: Said, *says: str, right: bool = False, limits: RequestLimits | None = None
 ) -> Call:
-    """A call that says something to the server, tells the answer, and asks a good question."""
+    """Say something to the server, tell the answer, and ask a good question."""
 
     def play(folder: Path) -> None:
         answer = asyncio.run(_played(folder, say, limits or RequestLimits()))
@@ -93,7 +93,7 @@ async def _played(folder: Path, say: Said, limits: RequestLimits) -> str:
 
 
 def _engine(folder: Path) -> tuple[Policy, TransformersEngine]:
-    """Of a small model that reads and writes bytes."""
+    """Make a policy and engine of a small model that reads and writes bytes."""
     tokenizer = make_tokenizer([PAD, EOS, *bytes_to_unicode().values()])
     tokenizer.chat_template = TEMPLATE
     model = make_model(vocab_size=512)

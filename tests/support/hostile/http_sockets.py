@@ -31,7 +31,7 @@ def asked(body: bytes = BODY, path: str = CHAT, method: str = "POST", **headers:
 
 
 async def trickle(desk: Desk) -> str:
-    """A header every tenth of a second, without end."""
+    """Send a header every tenth of a second, without end."""
     host, port = desk.server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     reading = asyncio.create_task(reader.read())
@@ -44,12 +44,12 @@ async def trickle(desk: Desk) -> str:
 
 
 async def hundreds(desk: Desk) -> str:
-    """So many connections that say nothing."""
+    """Open so many connections that say nothing."""
     return (await asyncio.gather(*(desk.send(b"") for _ in range(300))))[0]
 
 
 async def gone(desk: Desk) -> str:
-    """Clients that leave in the middle of what they send."""
+    """Leave in the middle of a request, at every tenth byte."""
     host, port = desk.server.url.removeprefix("http://").split(":")
     whole = desk.head(content_length=str(len(BODY))) + BODY
     for end in range(1, len(whole), 10):
@@ -61,7 +61,7 @@ async def gone(desk: Desk) -> str:
 
 
 async def over(desk: Desk) -> str:
-    """The key of a session that has ended."""
+    """Use the key of a session that has ended."""
     rollout = desk.session.episode.rollout
     async with desk.server.session(rollout, desk.session.engine, desk.session.terms.sampling) as s:
         key = s.api_key
@@ -69,26 +69,26 @@ async def over(desk: Desk) -> str:
 
 
 async def reused(desk: Desk) -> str:
-    """A key that was another request's."""
+    """Use a key that was another request's."""
     first = await desk.post(GOOD, idempotency_key="k")
     assert first.startswith("200"), first
     return await desk.post({**GOOD, "n": 2}, idempotency_key="k")
 
 
 async def reused_elsewhere(desk: Desk) -> str:
-    """The same, of another API."""
+    """Use the key for another API."""
     await desk.post(GOOD, idempotency_key="k")
     return await desk.post({**GOOD, "model": "policy"}, CLAUDE, idempotency_key="k")
 
 
 async def reused_streaming(desk: Desk) -> str:
-    """The same, to be streamed."""
+    """Use the key for a streamed answer."""
     await desk.post(GOOD, idempotency_key="k")
     return await desk.post({**GOOD, "stream": True}, idempotency_key="k")
 
 
 async def again(desk: Desk) -> str:
-    """The very same request with the same key gets the same answer, which was asked for once."""
+    """Repeat a request with its key, which gets the same answer, asked for once."""
     one, two = [await desk.post(GOOD, idempotency_key="k" * 5000) for _ in range(2)]
     choices = [json.loads(said.partition(" ")[2])["choices"] for said in (one, two)]
     assert choices[0] == choices[1]

@@ -1,4 +1,4 @@
-"""What hostile programs and rewards are played in, and what of it is printed."""
+"""Play hostile programs and rewards, and print what came of them."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ def graded(reward: Any, texts: list[str], columns: dict[str, list[Any]] | None =
 
 
 def forged(name: str) -> Call:
-    """A program that answers nothing scores 0, and the one after it what it earns."""
+    """Play a program that answers nothing and scores 0; the one after it gets what it earns."""
 
     def play(folder: Path) -> None:
         program, tests = FORGERIES[name]
@@ -60,7 +60,7 @@ def forged(name: str) -> Call:
 
 
 def forged_together(name: str, forgeries: dict[str, Forgery]) -> Call:
-    """Such programs in one sandbox: all score 0, and a right one 1."""
+    """Run such programs in one sandbox: all score 0, and a right one 1."""
 
     def play(folder: Path) -> None:
         pool = PythonTests(workers=1, timeout_s=20)
@@ -75,7 +75,7 @@ def forged_together(name: str, forgeries: dict[str, Forgery]) -> Call:
 
 
 def tested(name: str, program: str, tests: Any, *says: str) -> Call:
-    """A program with tests of its own."""
+    """Test a program with tests of its own."""
 
     def play(folder: Path) -> None:
         graded(PythonTests(workers=1, timeout_s=20), [program], {"tests": [tests]})
@@ -84,7 +84,7 @@ def tested(name: str, program: str, tests: Any, *says: str) -> Call:
 
 
 def module(folder: Path, body: str) -> Any:
-    """The function ``reward`` of a new module, with such a body."""
+    """Return the function ``reward`` of a new module, with such a body."""
     lines = "".join(f"    {line}\n" for line in body.splitlines())
     text = f"import os, signal, subprocess, sys, time\ndef reward(completions, **rest):\n{lines}"
     (folder / "mine.py").write_text(text)
@@ -93,7 +93,7 @@ def module(folder: Path, body: str) -> Any:
 
 
 def isolated(name: str, body: str, *says: str, timeout_s: float = 20) -> Call:
-    """A reward in processes of its own: ``completions[0]`` is "bad", then "good" (1.0)."""
+    """Grade by a reward in processes of its own: ``completions[0]`` is "bad", then "good" (1.0)."""
 
     def play(folder: Path) -> None:
         function = module(folder, f"if completions[0] == 'good': return [1.0]\n{body}")
@@ -104,7 +104,7 @@ def isolated(name: str, body: str, *says: str, timeout_s: float = 20) -> Call:
 
 
 def plain(name: str, body: str, *says: str, right: bool = True) -> Call:
-    """A reward in the trainer's own process."""
+    """Grade by a reward in the trainer's own process."""
 
     def play(folder: Path) -> None:
         function = module(folder, body)
@@ -114,7 +114,7 @@ def plain(name: str, body: str, *says: str, right: bool = True) -> Call:
 
 
 def program(name: str, shell: str, *says: str, seconds: float = 20, together: bool = False) -> Call:
-    """A program of an agent, whose end and output are printed."""
+    """Run a program of an agent, whose end and output are printed."""
 
     def play(folder: Path) -> None:
         env = {n: os.environ[n] for n in PASSED_ON} | {"OPENAI_API_KEY": "sk-own"}
@@ -138,7 +138,7 @@ def program(name: str, shell: str, *says: str, seconds: float = 20, together: bo
 
 
 def killed(name: str, script: Callable[[Path], str]) -> Call:
-    """A run that is killed with -9 once it has printed "ready"; nothing of it may be left."""
+    """Kill a run with -9 once it has printed "ready"; nothing of it may be left."""
 
     def play(folder: Path) -> None:
         text = f"import sys\nsys.path.insert(0, {str(folder)!r})\n{script(folder)}"

@@ -1,4 +1,4 @@
-"""Hostile calls: staged runs, whose server, files or configuration misbehave."""
+"""Provide hostile calls: staged runs, whose server, files or configuration misbehave."""
 
 import asyncio
 import json
@@ -158,34 +158,34 @@ def _held(folder: Path, old: str, new: str) -> None:
 
 
 def fifo(folder: Path) -> None:
-    """The state is a pipe that nobody writes into."""
+    """Make the state a pipe that nobody writes into."""
     (folder / "run").mkdir()
     os.mkfifo(folder / "run" / "state.json")
     against({})(folder)
 
 
 def held_twice(folder: Path) -> None:
-    """The run's directory is a file."""
+    """Make the run's directory a file."""
     (folder / "run").write_text("")
     against({})(folder)
 
 
 def retested_in_itself(folder: Path) -> None:
-    """A test again is to go into the run."""
+    """Test again into the run itself."""
     with serving({}) as api:
         trainer(api.url).fit()
         trainer(api.url).retest("run/again")
 
 
 def damaged_result(folder: Path) -> None:
-    """A local job's result is no JSON."""
+    """Write no JSON as a local job's result."""
     jobs = local(folder)
     (folder / "jobs" / "one" / "result.json").write_text('{"status": "succ')
     asyncio.run(jobs.report("one"))
 
 
 def configured(*options: str, **changes: object) -> Callable[[Path], object]:
-    """The command with a configuration that is wrong somewhere."""
+    """Return the command with a configuration that is wrong somewhere."""
 
     def play(folder: Path) -> None:
         api = {"base_url": "http://127.0.0.1:9/v1", "api_key_env": None, "retries": 0}
@@ -207,7 +207,7 @@ def configured(*options: str, **changes: object) -> Callable[[Path], object]:
 
 
 def spoilt(folder: Path) -> None:
-    """The run's own configuration is no YAML."""
+    """Write no YAML as the run's own configuration."""
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("a: [1\nb")
     configured()(folder)

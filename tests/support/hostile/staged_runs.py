@@ -23,6 +23,7 @@ from lightning_rl.games import (
     StagedTrainer,
     TextScenario,
 )
+from tests.support.serving import Quiet
 
 CHATS, FILES, JOBS, JOB = "chats", "files", "jobs", "job"
 Answer = Callable[[BaseHTTPRequestHandler], object]
@@ -30,7 +31,7 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 
 
 def body(text: str, status: int = 200, **headers: str) -> Answer:
-    """An answer with these headers and this text."""
+    """Return an answer with these headers and this text."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         data = text.encode("utf-8", "surrogatepass")
@@ -45,7 +46,7 @@ def body(text: str, status: int = 200, **headers: str) -> Answer:
 
 
 def raw(data: bytes) -> Answer:
-    """Bytes, and the end of the connection."""
+    """Send bytes, and end the connection."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(data)
@@ -55,7 +56,7 @@ def raw(data: bytes) -> Answer:
 
 
 def drip(handler: BaseHTTPRequestHandler) -> None:
-    """An answer that comes a byte at a time, and never ends."""
+    """Answer a byte at a time, and never end."""
     handler.send_response(200)
     handler.end_headers()
     gone = threading.Event()
@@ -67,7 +68,7 @@ def drip(handler: BaseHTTPRequestHandler) -> None:
 
 
 def flood(handler: BaseHTTPRequestHandler) -> None:
-    """An answer without end."""
+    """Answer without end."""
     handler.send_response(200)
     handler.end_headers()
     try:
@@ -78,7 +79,7 @@ def flood(handler: BaseHTTPRequestHandler) -> None:
 
 
 def reset(handler: BaseHTTPRequestHandler) -> None:
-    """The connection is reset."""
+    """Reset the connection."""
     linger = b"\1\0\0\0\0\0\0\0"
     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     handler.connection.close()
@@ -98,10 +99,10 @@ class API(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has gone."""
+        """Ignore errors of clients that are gone."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Quiet):
     server: API
 
     def do_GET(self) -> None:
@@ -111,8 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(kind, empty if kind == JOBS else done)
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        asked = self.rfile.read(length)
+        asked = self.body()
         if self.path.endswith("/chat/completions"):
             text = "accept" if b"accept or reject" in asked else "It is."
             said = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
@@ -125,13 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, kind: str, usual: Any) -> None:
         self.server.otherwise.get(kind, body(json.dumps(usual)))(self)
 
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
-
 
 @contextmanager
 def serving(otherwise: dict[str, Answer]) -> Iterator[API]:
-    """The API in a thread of its own."""
+    """Serve the API in a thread of its own."""
     api = API(otherwise)
     threading.Thread(target=api.serve_forever, daemon=True).start()
     try:
@@ -142,7 +139,7 @@ def serving(otherwise: dict[str, Answer]) -> Iterator[API]:
 
 
 def trainer(url: str, **options: Any) -> StagedTrainer:
-    """One iteration about four numbers, in ``run``."""
+    """Make a trainer of one iteration about four numbers, in ``run``."""
     api: dict[str, Any] = {
         "base_url": url,
         "api_key_env": None,
@@ -172,7 +169,7 @@ def trainer(url: str, **options: Any) -> StagedTrainer:
 
 
 def against(otherwise: dict[str, Answer], **options: Any) -> Callable[[Path], None]:
-    """A call: the run against an API that answers some requests otherwise."""
+    """Run against an API that answers some requests otherwise."""
 
     def play(folder: Path) -> None:
         with serving(otherwise) as api:
@@ -183,7 +180,7 @@ def against(otherwise: dict[str, Answer], **options: Any) -> Callable[[Path], No
 
 
 def again(otherwise: dict[str, Answer]) -> Callable[[Path], None]:
-    """A call: after an outage the same run goes on against an API that does as documented."""
+    """Go on with a run after an outage, against an API that does as documented."""
 
     def play(folder: Path) -> None:
         try:
@@ -196,7 +193,7 @@ def again(otherwise: dict[str, Answer]) -> Callable[[Path], None]:
 
 
 def damaged(name: str, change: Callable[[str], str], **options: Any) -> Callable[[Path], None]:
-    """A call: a run is done, one of its files is changed, and it is to go on."""
+    """Finish a run, change one of its files, and go on with it."""
 
     def play(folder: Path) -> None:
         against({})(folder)
@@ -208,12 +205,12 @@ def damaged(name: str, change: Callable[[str], str], **options: Any) -> Callable
 
 
 def put(key: str, value: Any) -> Callable[[str], str]:
-    """Another value of a key of a JSON file."""
+    """Put another value at a key of a JSON file."""
     return lambda text: json.dumps(json.loads(text) | {key: value})
 
 
 def judged(otherwise: dict[str, Answer]) -> Callable[[Path], None]:
-    """A call: a judge of the API grades an answer, and what came of it is printed."""
+    """Grade an answer by a judge of the API, and print what came of it."""
 
     def play(folder: Path) -> None:
         with serving(otherwise) as api:
@@ -224,7 +221,7 @@ def judged(otherwise: dict[str, Answer]) -> Callable[[Path], None]:
 
 
 def local(folder: Path) -> LocalJobs:
-    """Local jobs in the folder, with one that has its configuration and nothing else."""
+    """Return local jobs in the folder, with one that has its configuration and nothing else."""
     jobs = LocalJobs()
     jobs.open(folder)
     (folder / "jobs" / "one").mkdir(parents=True)

@@ -14,7 +14,7 @@ from tests.support.hostile.call import Call, command
 from tests.support.hostile.configurations import good
 
 EVIL = "open('ran', 'w').close()\n"
-"""What no call may get to run."""
+"""The code that no call may get to run."""
 PARTS = {
     "evil.py": EVIL + "def f(*a, **k): return [0.0]\nclass Evil: ...\n",
     "evil_package/__init__.py": EVIL,
@@ -30,7 +30,7 @@ PARTS = {
 
 def refused(name: str, *says: str, begin: str = "check", more: tuple[str, ...] = (),
             make: Callable[[Path], object] | None = None, **changes: Any) -> Call:  # fmt: skip
-    """A command with ``--trusted_only`` on a configuration with these values at ``a__b__c``.
+    """Run a command with ``--trusted_only`` on a configuration with these values at ``a__b__c``.
 
     It fails if anything in the folder was run, whatever was said.
     """
@@ -55,7 +55,7 @@ def refused(name: str, *says: str, begin: str = "check", more: tuple[str, ...] =
 
 
 def agent(name: str, *says: str, kind: str = "ScriptAgent", **arguments: Any) -> Call:
-    """An agent of ours with these arguments."""
+    """Return an agent of ours with these arguments."""
     spec = {"class_path": kind, "init_args": arguments}
     return refused(name, *says, data__init_args__agent=spec)
 

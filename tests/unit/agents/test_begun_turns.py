@@ -1,4 +1,4 @@
-"""Prompts that end in a turn of the model, which every agent lets it continue.
+"""Test prompts that end in a turn of the model, which every agent lets it continue.
 
 The matrix: each agent and chat template. The tokens are those of transformers'
 ``continue_final_message``, and who reads the completion reads the whole turn.
@@ -70,7 +70,7 @@ def loaded(tokenizer, row, agent=None):
 
 
 def played(agent, tokenizer, row, text=" 4."):
-    """A rollout of a row, the engine, and what a reward function read."""
+    """Play a row; return its rollout, the engine, and what a reward function read."""
     read = {}
 
     def reward(prompts, completions, **columns):

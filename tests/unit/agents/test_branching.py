@@ -15,7 +15,7 @@ from benchmarks import branching as benchmark
 from lightning_rl import GRPO, RLOO, Branching, MultiTurn, TreeRLOO
 from lightning_rl.agents.rows import captured
 from lightning_rl.algos.tree import Branched, tree_credits
-from lightning_rl.callbacks import RLCallback, WeightSync
+from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.cli.view.flags import gaps
 from lightning_rl.cli.view.page import build_page
@@ -35,7 +35,7 @@ from lightning_rl.serving import FunctionAgent
 from tests.support.agents import Hashing, long_game
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tiny_models import chatml_tokenizer
 from tests.support.turn_rollouts import played, random_episodes
@@ -45,12 +45,12 @@ PLAIN = Sampling(max_tokens=4)
 
 
 def credit(batch) -> list[float]:
-    """Of the model's tokens."""
+    """Return the advantages of the model's tokens."""
     return batch["tokens", "advantages"][batch[WRITTEN]].tolist()
 
 
 def branch(count: int, reward: float, calls: int, number: int = 0, **fields) -> Rollout:
-    """A rollout of ``count`` calls of a token each, the first ``calls`` of them another's."""
+    """Make a rollout of ``count`` calls of a token, the first ``calls`` of them another's."""
     return played([(None, 1, None)] * count, reward, fork=Fork(calls, number, 9), **fields)
 
 
@@ -59,7 +59,7 @@ def branch(count: int, reward: float, calls: int, number: int = 0, **fields) -> 
 
 @pytest.fixture
 def tree() -> list[Rollout]:
-    """Two rollouts; from the first, two branch off after a call, and one after two."""
+    """Return two rollouts; two branch off from the first after a call, and one after two."""
     return [
         played([(None, 1, None)] * 3, 1.0),
         branch(2, 0.0, 1, 0),
@@ -137,7 +137,7 @@ def test_a_rollout_that_recorded_no_calls_has_those_of_its_mask(make_rollout):
 
 
 def test_the_gradient_of_a_tree_is_unbiased_and_has_less_noise_than_grpos_at_equal_tokens():
-    """Where the first turn decides most. The gradients are known, and the seed is fixed."""
+    """The first turn decides most in this game. The gradients are known, and the seed is fixed."""
     measured = benchmark.run(groups=600, seed=0)
     assert measured["noise_over_grpo_plan"] < 0.9
     for title in benchmark.GAMES:
@@ -189,7 +189,7 @@ def test_a_fork_that_is_not_in_the_rollout_is_named(calls):
 
 
 async def play(client, prompt):
-    """A program: two questions, and a third that depends on what was answered."""
+    """Ask two questions, and a third that depends on what was answered, as a program does."""
     messages = prompt.prompt
     for _ in range(2):
         answer = await client.chat(messages)
@@ -353,17 +353,15 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
     assert [fork and fork["calls"] for fork in forks] == [None, 1, 1, 2, None]
 
 
-class Seen(RLCallback):
-    """Rollouts and rows of metrics of a run."""
+class Seen(Rows):
+    """Records rollouts and rows of metrics of a run."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts.append([r.to_dict() for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(dict(metrics))
 
     def on_train_end(self, trainer, pl_module) -> None:
         self.evaluated, _ = trainer.datamodule.evaluate()
@@ -419,7 +417,7 @@ def test_other_advantages_are_refused(tiny_model, tmp_path):
 
 
 def gradient(stops: float, wins: float, by_all: bool, games: int = 3) -> float:
-    """d/d(the first turn's logit) of what a batch of trees gives, over all batches there are.
+    """Return d/d(the first turn's logit) of a batch of trees, over all batches there are.
 
     A game stops (and pays 0.8) or goes on; then it wins 1 or nothing. One that goes on has a branch
     before its second turn. A batch's sum is divided by its games, or by its branches, too.

@@ -1,4 +1,4 @@
-"""Episode: what models were asked and answered is what is trained on, however it was asked."""
+"""Test Episode: what models were asked and answered is what is trained on, however it was asked."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -381,7 +381,7 @@ def test_a_call_is_cut_to_the_room_that_there_is():
     engine = Scripted([7, 7])
     rollout = play(program, engine)
     assert (engine.samplings[0].max_tokens, engine.samplings[0].min_tokens) == (2, 2)
-    # As a longer call would be scored.
+    # A longer call would be scored so.
     assert rollout.rows[1].sampling == SamplingDistribution(min_tokens=3)
 
 
@@ -435,7 +435,7 @@ def test_an_engine_that_fails_ends_the_run():
 class Programs:
     """A program made of steps; what it does follows from them, and from the answers that it gets.
 
-    But for what it breaks off: whether that was answered before depends on how long it took.
+    Only what it breaks off is chance: whether that was answered depends on how long it took.
     """
 
     steps: list
@@ -497,7 +497,7 @@ STEPS = st.lists(
 
 
 def require_exact(rollout: Rollout, engine: Hashing) -> None:
-    """Tokens with a loss are those that were generated, with their numbers, and each once."""
+    """Require that tokens with a loss are those generated, with their numbers, each once."""
     rows = rollout.rows
     trained = [[False] * len(row.token_ids) for row in rows]
     for call in rollout.calls:

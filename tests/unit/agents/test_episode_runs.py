@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rl.callbacks import IterationCheckpoint, RLCallback, RolloutRecorder, WeightSync
+from lightning_rl.callbacks import IterationCheckpoint, RolloutRecorder, WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.cli.view.flags import find_flags
 from lightning_rl.cli.view.page import build_page
@@ -24,14 +24,14 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Call, RolloutStatus, Row, SamplingDistribution
 from tests.support.lots import LotEngine
 from tests.support.planted_run import blocks_of
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tolerances import distance
 
 
 @pytest.fixture
 def talk(make_rollout):
-    """Two rows of the run's policy, and one of a critic; a call of the first was held to a form."""
+    """Make two rows of the run's policy, and a critic's; a call of the first was held to a form."""
 
     def make(**fields):
         rollout = make_rollout(
@@ -182,17 +182,15 @@ def test_a_text_is_made_of_all_rows(talk, tiny_model):
 # ---------------------------------------------------------------- runs
 
 
-class Watching(RLCallback):
-    """Rollouts and metrics of every iteration."""
+class Watching(Rows):
+    """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts):
         self.rollouts.append([r.to_dict() for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 class Counting(LotEngine):
@@ -226,7 +224,7 @@ def fit(tiny_model, tmp_path, engine, *callbacks, ckpt_path=None, **options):
 
 @pytest.fixture(scope="module")
 def whole(tiny_model, tmp_path_factory):
-    """Two iterations without interruption: module, what was seen of it, and its directory."""
+    """Run two iterations without interruption; return module, what was seen, and directory."""
     directory, engine = tmp_path_factory.mktemp("whole"), Counting()
     recorder = RolloutRecorder(num_groups=None)
     return *fit(tiny_model, directory, engine, recorder), directory, engine

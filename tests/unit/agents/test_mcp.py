@@ -13,6 +13,7 @@ from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import ConfigError, EpisodeError
 from lightning_rl.rollout import Picture
 from lightning_rl.run.loop.background import run_async
+from tests.support.agents import tool_calls
 
 SERVER = '''
 import asyncio, os, sys
@@ -86,12 +87,8 @@ def toolbox_of():
 
 
 def answers(toolbox, *asked):
-    """Replies to calls given as (name, arguments), of which a server may be called by several."""
-    calls = [
-        {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(asked)
-    ]
-    return run_async(toolbox.answer(calls))
+    """Return replies to calls given as (name, arguments); a server may get several."""
+    return run_async(toolbox.answer(tool_calls(asked)))
 
 
 def contents(replies):

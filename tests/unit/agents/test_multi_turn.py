@@ -1,4 +1,4 @@
-"""MultiTurn: token-exact turns, limits, resuming, failures, and who gets the credit."""
+"""Test MultiTurn: token-exact turns, limits, resuming, and failures."""
 
 import asyncio
 import os
@@ -21,45 +21,22 @@ from lightning_rl.agents.base import (
     recorded_turns,
 )
 from lightning_rl.agents.multi_turn import MultiTurn
-from lightning_rl.algos.advantages import GAE, GRPO
-from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.ends import Ends
-from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.rules import EnvironmentReward
 from lightning_rl.rollout import Picture, Prompt, Rollout, RolloutStatus
-from tests.support.agents import Sums, long_game
-from tests.support.engine_checks import FakeEngine, require_within_max_tokens, same_draws
+from tests.support.agents import Scripted, Sums, long_game
+from tests.support.engine_checks import require_within_max_tokens, same_draws
 from tests.support.tiny_models import CHATML, chatml_tokenizer
 from tests.support.tolerances import scores_rounding
 
 EOS, EQUALS = 1, 2  # and 3 to 12 are the digits 0 to 9
-
-
-class Scripted(FakeEngine):
-    """Writes given turns, one per request, cut at the request's limit; notes what it was asked."""
-
-    version = 7
-
-    def __init__(self, turns: list[list[int]], max_length: int = 100) -> None:
-        self.turns = list(turns)
-        self.max_length = max_length
-        self.requests: list[tuple[list[int], Sampling, int]] = []
-
-    async def generate(self, token_ids, sampling, seed) -> Completion:
-        self.require_room(len(token_ids), sampling)
-        self.requests.append((list(token_ids), sampling, seed))
-        written = self.turns.pop(0)
-        reason = "stop" if len(written) <= sampling.max_tokens else "length"
-        written = written[: sampling.max_tokens]
-        return Completion(written, [-0.5] * len(written), reason, [7] * len(written))
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +246,7 @@ def test_a_state_is_named_by_text(play):
 
 
 def cut(rollout: Rollout, count: int) -> Rollout:
-    """The rollout as it was after ``count`` tokens, through JSON's primitives."""
+    """Return the rollout as it was after ``count`` tokens, through JSON's primitives."""
     record = rollout.to_dict() | {"status": "aborted", "finish_reason": "abort"}
     [row] = record["rows"]
     for name in ("token_ids", "loss_mask", "logprobs", "versions"):
@@ -620,45 +597,6 @@ def test_the_environments_reward_is_a_reward(play):
     assert rollouts[0].reward_parts == {"environment": 1.25}
     with pytest.raises(ConfigError, match="MultiTurn"):
         EnvironmentReward()([0.5, None])
-
-
-@pytest.fixture
-def two_turns(make_rollout):
-    """A packed pair; the first has an environment's two tokens between two of the model's."""
-    first = make_rollout([3], [4, 2, 5, 1], loss_mask=[True, False, False, True], reward=1.0)
-    return pack_rollouts([first, make_rollout([3], [1], reward=0.0)])
-
-
-def test_grpo_credits_model_tokens_only(two_turns):
-    advantages = GRPO(normalize_std=False)(two_turns)["tokens", "advantages"]
-    assert advantages.tolist() == [0, 0.5, 0, 0, 0.5, 0, -0.5]
-
-
-def test_gae_steps_over_the_environments_tokens(two_turns):
-    # Values 0.5 and 0.25 where the model writes; 100 elsewhere must not matter.
-    values = torch.tensor([100, 0.5, 100, 100, 0.25, 100, 0.75])
-    two_turns["tokens", "values"] = values
-    batch = GAE(gamma=0.9, lam=0.5, whiten=False)(two_turns)
-    # Last turn: 1 - 0.25 = 0.75. First: 0.9 * 0.25 - 0.5 = -0.275, plus 0.9 * 0.5 * 0.75.
-    expected = [0, 0.0625, 0, 0, 0.75, 0, -0.75]
-    assert batch["tokens", "advantages"].tolist() == pytest.approx(expected)
-    # returns = advantage + value
-    expected = [0, 0.5625, 0, 0, 1.0, 0, 0.0]
-    assert batch["tokens", "returns"].tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "expected"),
-    [
-        (TokenMean(), [1 / 3, 1 / 3, 1 / 3]),
-        (SequenceMean(), [1 / 4, 1 / 4, 1 / 2]),
-        (PromptMean(), [1 / 3, 1 / 3, 1 / 3]),
-        (TokenSum(max_tokens=4), [1 / 8, 1 / 8, 1 / 8]),
-    ],
-)
-def test_no_aggregation_weighs_the_environments_tokens(aggregation, expected, two_turns):
-    first, second, third = expected
-    assert aggregation(two_turns).tolist() == pytest.approx([0, first, 0, 0, second, 0, third])
 
 
 def test_a_rollout_with_turns_survives_json(play):

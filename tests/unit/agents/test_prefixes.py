@@ -1,4 +1,4 @@
-"""Prefixes: the row that is found is the one that comparing with all of them finds."""
+"""Test prefixes: the row that is found is the one that comparing with all of them finds."""
 
 from hypothesis import given, settings, strategies as st
 
@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), TOKENS, TOKENS), min_size=1, 
 
 
 def compared(rows: list[Row], prompt: list[int], kind, may) -> int | None:
-    """Of all rows of the kind that fit, the longest; of equal ones the first."""
+    """Return the longest of all rows of the kind that fit; of equal ones the first."""
     fitting = [
         place
         for place, row in enumerate(rows)
@@ -22,7 +22,7 @@ def compared(rows: list[Row], prompt: list[int], kind, may) -> int | None:
 
 
 def play(steps, taken) -> None:
-    """Prompts continue rows or begin some, as calls do; with each, both ways of finding agree."""
+    """Play prompts that continue rows or begin some, and require that both ways agree on each."""
     rows: list[Row] = []
     found = Prefixes(rows)
     for (role, sampling), prompt, wrote in steps:

@@ -1,4 +1,4 @@
-"""TurnTemplate on real chat templates: exact where they keep the past, refused where not."""
+"""Test TurnTemplate on real chat templates: exact where they keep the past, refused where not."""
 
 import json
 
@@ -11,18 +11,11 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import RunDay, with_chat_variables
 from tests.support.agents import add
+from tests.support.chats import TOOL
 from tests.support.pages import ROOT
 from tests.support.tiny_models import chat_tokenizer
 
 MORE = [{"role": "user", "content": "More."}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 
 
 def calls(*arguments):
@@ -75,7 +68,7 @@ def test_tool_results_follow_in_their_order():
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3"])
 def test_tokens_grown_turn_by_turn_are_those_of_the_whole_chat(name):
-    """What the model lived through is what a server will show it."""
+    """A server will show the model what it lived through."""
     tokenizer = chat_tokenizer(name)
     template = TurnTemplate(tokenizer, {"tools": [TOOL]})
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}]
@@ -102,7 +95,7 @@ def test_chats_of_qwen2_5_are_grown_exactly_too():
 
 
 def with_ends(name, eos, *ends, **options):
-    """A tokenizer of the named template that has these ends beside its own."""
+    """Return a tokenizer of the named template that has these ends beside its own."""
     tokenizer = chat_tokenizer(name, eos=eos, **options)
     tokenizer.add_special_tokens({"additional_special_tokens": list(ends)})
     numbers = tokenizer.convert_tokens_to_ids([eos, *ends])

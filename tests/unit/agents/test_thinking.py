@@ -12,32 +12,21 @@ from lightning_rl.agents.thinking import ThinkingBudget
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
-from tests.support.engine_checks import FakeEngine, require_within_max_tokens
+from tests.support.agents import Scripted
+from tests.support.engine_checks import require_within_max_tokens
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 
-class Scripted(FakeEngine):
-    """Writes given texts, one per request, cut at the request's limit; notes what it was asked."""
-
-    version = 7
+class Texts(Scripted):
+    """Writes given texts."""
 
     def __init__(self, tokenizer, *texts: str, max_length: int = 1000) -> None:
-        self.texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        self.max_length = max_length
-        self.requests: list[tuple[list[int], Sampling, int]] = []
-
-    async def generate(self, token_ids, sampling, seed) -> Completion:
-        self.require_room(len(token_ids), sampling)
-        self.requests.append((list(token_ids), sampling, seed))
-        written = self.texts.pop(0)
-        reason = "stop" if len(written) <= sampling.max_tokens else "length"
-        written = written[: sampling.max_tokens]
-        return Completion(written, [-0.5] * len(written), reason, [7] * len(written))
+        written = tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        super().__init__(written, max_length)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +58,7 @@ def run(agent, rollout, engine, sampling=SAMPLING):
 
 
 def texts_by_mask(tokenizer, rollout):
-    """What was written, and what was given."""
+    """Return what was written, and what was given."""
     [row] = rollout.rows
     pairs = list(zip(row.token_ids, row.loss_mask, strict=True))
     parts = ([token for token, mine in pairs if mine is wanted] for wanted in (True, False))
@@ -78,7 +67,7 @@ def texts_by_mask(tokenizer, rollout):
 
 def test_a_thought_in_time_is_one_request_as_without_a_budget(agent, tokenizer):
     text = "<think>ab</think>42<|im_end|>"
-    engines = [Scripted(tokenizer, text) for _ in range(2)]
+    engines = [Texts(tokenizer, text) for _ in range(2)]
     agent.max_thinking_tokens = 10
     budgeted = run(agent, new(tokenizer), engines[0])
     single = run(SingleTurn(), new(tokenizer), engines[1])
@@ -91,7 +80,7 @@ def test_a_thought_in_time_is_one_request_as_without_a_budget(agent, tokenizer):
 
 
 def test_a_long_thought_is_closed_and_the_answer_goes_on(agent, tokenizer):
-    engine = Scripted(tokenizer, "<think>abcdefghijklmnop", "42<|im_end|>")
+    engine = Texts(tokenizer, "<think>abcdefghijklmnop", "42<|im_end|>")
     rollout = run(agent, new(tokenizer), engine)
     assert rollout.status is RolloutStatus.COMPLETED
     assert rollout.finish_reason == "stop"
@@ -113,7 +102,7 @@ def test_a_long_thought_is_closed_and_the_answer_goes_on(agent, tokenizer):
 def test_no_gradient_reaches_what_was_given(agent, tokenizer):
     group = []
     for index, text in enumerate(["4<|im_end|>", "42<|im_end|>"]):
-        engine = Scripted(tokenizer, "<think>abcdefghijklmnop", text)
+        engine = Texts(tokenizer, "<think>abcdefghijklmnop", text)
         group.append(run(agent, new(tokenizer), engine))
         group[-1].sample_index, group[-1].reward = index, float(index)
     batch = pack_rollouts(group)
@@ -136,7 +125,7 @@ def test_no_gradient_reaches_what_was_given(agent, tokenizer):
 )
 def test_an_answer_that_is_long_is_not_closed(agent, tokenizer, prompt, text, tokens):
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    engine = Scripted(tokenizer, text, tokenizer.decode(whole[6:]))
+    engine = Texts(tokenizer, text, tokenizer.decode(whole[6:]))
     rollout = run(agent, new(tokenizer, prompt), engine)
     assert rollout.token_ids == whole
     assert all(rollout.loss_mask)
@@ -145,7 +134,7 @@ def test_an_answer_that_is_long_is_not_closed(agent, tokenizer, prompt, text, to
 
 
 def test_a_thought_that_the_template_opened_is_closed_too(agent, tokenizer):
-    engine = Scripted(tokenizer, "abcdefghijkl", "42<|im_end|>")
+    engine = Texts(tokenizer, "abcdefghijkl", "42<|im_end|>")
     rollout = run(agent, new(tokenizer, "6*7?<think>\n"), engine)
     assert rollout.completion == "abcdef\n</think>\n\n42"
     assert rollout.logged == {"thinking/closed": 1.0, "thinking/tokens": 7.0}
@@ -153,7 +142,7 @@ def test_a_thought_that_the_template_opened_is_closed_too(agent, tokenizer):
 
 def test_a_chat_gets_one_message_even_where_penalties_make_two_rows(agent, tokenizer):
     sampling = replace(SAMPLING, presence_penalty=0.5)
-    engine = Scripted(tokenizer, "abcdefghijkl", "ghijkl<|im_end|>")
+    engine = Texts(tokenizer, "abcdefghijkl", "ghijkl<|im_end|>")
     rollout = new(tokenizer)
     rollout.prompt.prompt = [{"role": "user", "content": "6*7?"}]
     rollout.sampling = sampling.distribution
@@ -167,23 +156,23 @@ def test_without_room_for_an_answer_it_ends_where_it_was_cut(
     agent, tokenizer, max_tokens, max_length
 ):
     """Six tokens of thought and four given fill ten; so do the prompt's four and ten."""
-    engine = Scripted(tokenizer, "<think>abcdefghijkl", max_length=max_length)
+    engine = Texts(tokenizer, "<think>abcdefghijkl", max_length=max_length)
     rollout = run(agent, new(tokenizer), engine, Sampling(max_tokens=max_tokens))
     assert (rollout.finish_reason, rollout.completion) == ("length", "<think>abcde")
     assert rollout.logged == {"thinking/closed": 0.0, "thinking/tokens": 6.0}
 
 
 def test_an_interrupted_answer_is_generated_again_and_the_thought_is_kept(agent, tokenizer):
-    class Aborted(Scripted):
+    class Aborted(Texts):
         async def generate(self, token_ids, sampling, seed):
             done = await super().generate(token_ids, sampling, seed)
             return replace(done, finish_reason="abort") if len(self.requests) == 2 else done
 
     rollout = run(agent, new(tokenizer), Aborted(tokenizer, "<think>abcdefghijkl", "4"))
     assert rollout.status is RolloutStatus.ABORTED
-    again = Scripted(tokenizer, "42<|im_end|>")
+    again = Texts(tokenizer, "42<|im_end|>")
     run(agent, rollout, again)
-    whole = run(agent, new(tokenizer), Scripted(tokenizer, "<think>abcdefghijkl", "42<|im_end|>"))
+    whole = run(agent, new(tokenizer), Texts(tokenizer, "<think>abcdefghijkl", "42<|im_end|>"))
     assert (rollout.rows, rollout.calls) == (whole.rows, whole.calls)
     assert len(again.requests) == 1
 
@@ -237,4 +226,4 @@ def test_a_tokenizer_that_does_not_think_is_refused():
 
 def test_a_budget_that_leaves_no_answer_is_refused(agent, tokenizer):
     with pytest.raises(ConfigError, match=r"max_thinking_tokens=6 leaves no room .*max_tokens=6"):
-        run(agent, new(tokenizer), Scripted(tokenizer), Sampling(max_tokens=6))
+        run(agent, new(tokenizer), Texts(tokenizer), Sampling(max_tokens=6))

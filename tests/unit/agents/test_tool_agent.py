@@ -1,4 +1,4 @@
-"""ToolAgent: token-exact turns, its limits, errors told to the model, and resuming."""
+"""Test ToolAgent: token-exact turns, its limits, errors told to the model, and resuming."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def encoded(text):
 
 
 def response(*results):
-    """What Qwen3 reads after a turn that it ended."""
+    """Render what Qwen3 reads after a turn that it ended."""
     shown = "".join(f"\n<tool_response>\n{r}\n</tool_response>" for r in results)
     return f"\n<|im_start|>user{shown}{END}\n{OPENING}"
 
@@ -83,7 +83,7 @@ def play(*turns, max_tokens=5000, rollout=None, engine=None, tools=(add,), **opt
 
 
 def written(rollout):
-    """The completion's text, cut where the writer changes, each with the mask."""
+    """Return the completion's text, cut where the writer changes, each with the mask."""
     runs = []
     for token, mask in zip(rollout.token_ids, rollout.loss_mask, strict=True):
         if not runs or runs[-1][0] != mask:
@@ -212,7 +212,7 @@ def test_a_turn_that_a_parser_reads_too_slowly_is_one_without_a_call(monkeypatch
     said = f"slowly {call(a=1, b=1)}"
 
     async def read():
-        """Two such turns, while the loop turns; and another beside them."""
+        """Read two such turns and another beside them, while the loop turns."""
         turns = [said, said, call(a=2, b=3)]
         reading = (agent._read(encoded(turn + END), [], parse=True) for turn in turns)
         return await asyncio.gather(*reading)
@@ -361,7 +361,7 @@ def test_wall_time_ends_a_rollout_and_keeps_what_it_has():
 
 @pytest.mark.parametrize("cut", [0, 7])
 def test_an_interrupted_turn_goes_on_where_it_was(cut):
-    """Whether nothing or a part of it had been written, in the second of three turns."""
+    """The turn is the second of three, of which nothing or a part had been written."""
     turns = [call(a=1, b=1) + END, "So. " + call(a=2, b=2) + END, "Done." + END]
     whole, _ = play(*turns)
     part, engine = play(turns[0], turns[1][:cut] + "<|begin|>")
@@ -398,7 +398,7 @@ def test_the_prompt_shows_the_tools():
 
 
 class Commas(ToolParser):
-    """``name,argument``: what no template writes."""
+    """Writes calls as ``name,argument``, which no template does."""
 
     def parse(self, text):
         name, _, value = text.partition(",")
@@ -477,7 +477,7 @@ def test_logprobs_are_the_models_own_given_all_tokens_before(tmp_path):
 
 
 def counted():
-    """A tool, and the list of its calls."""
+    """Return a tool, and the list of its calls."""
     ran = []
 
     def note(n: int) -> str:

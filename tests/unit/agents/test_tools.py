@@ -12,6 +12,7 @@ from lightning_rl.agents.templates import HermesParser, ParsedCall
 from lightning_rl.agents.tools import Toolbox, tool_schema
 from lightning_rl.collect.stats import tool_metrics
 from lightning_rl.errors import ConfigError
+from tests.support.agents import tool_calls
 
 
 def add(a: int, b: int = 0) -> int:
@@ -35,12 +36,8 @@ async def pick(colour: Literal["red", "blue"], names: list[str] | None = None) -
 
 
 def answer(functions, *asked, timeout=5.0):
-    """Replies to calls given as (name, arguments)."""
-    calls = [
-        {"id": f"call{i:05d}", "type": "function", "function": {"name": n, "arguments": a}}
-        for i, (n, a) in enumerate(asked)
-    ]
-    return asyncio.run(Toolbox(functions, timeout).answer(calls))
+    """Return replies to calls given as (name, arguments)."""
+    return asyncio.run(Toolbox(functions, timeout).answer(tool_calls(asked)))
 
 
 # ---------------------------------------------------------------- schemas

@@ -1,4 +1,4 @@
-"""GRPO by hand, GAE against its recursion written as a plain loop."""
+"""Test GRPO by hand, GAE against its recursion written as a plain loop."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def grpo_batch(make_rollout, rewards, groups):
 
 
 def per_rollout(batch):
-    """Each rollout here is one prompt token and two model tokens: (R, 3)."""
+    """Return a number per rollout of one prompt token and two model tokens: (R, 3)."""
     return batch["tokens", "advantages"].reshape(-1, 3)
 
 
@@ -62,7 +62,7 @@ def test_group_statistics_match_torch():
 
 
 def recursion(rewards, values, gamma, lam):
-    """GAE of one rollout, as it stands in the paper."""
+    """Compute GAE of one rollout, as it stands in the paper."""
     advantages, carry, after = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         carry = reward + gamma * after - value + gamma * lam * carry
@@ -90,14 +90,24 @@ def test_gae_is_the_backward_recursion(lengths, gamma, lam, seed):
     torch.testing.assert_close(returns, advantages + values)
 
 
-def test_gae_by_hand(make_rollout):
+@pytest.mark.parametrize(
+    ("token_rewards", "first", "last"),
+    [
+        # last: 1 - 0.25 = 0.75; first: 0.5 * 0.25 - 0.5 + 0.25 * 0.75 = -0.1875
+        (None, -0.1875, 0.75),
+        # last: 1 - 0.25 - 0.25 = 0.5; first: -0.125 + 0.5 * 0.25 - 0.5 + 0.25 * 0.5 = -0.375
+        ([0.0, -0.125, 0.0, -0.25], -0.375, 0.5),
+    ],
+)
+def test_gae_by_hand(make_rollout, token_rewards, first, last):
     # Model tokens are the 1st and the 3rd; the environment's between them is no step.
     batch = pack_rollouts([make_rollout([3], [4, 5, 1], reward=1.0, loss_mask=[True, False, True])])
     batch["tokens", "values"] = torch.tensor([9.0, 0.5, 9.0, 0.25])
+    if token_rewards is not None:
+        batch["tokens", "token_rewards"] = torch.tensor(token_rewards)
     batch = GAE(gamma=0.5, lam=0.5, whiten=False)(batch)
-    # last: 1 - 0.25 = 0.75; first: 0.5 * 0.25 - 0.5 + 0.25 * 0.75 = -0.1875
-    assert batch["tokens", "advantages"].tolist() == [0, -0.1875, 0, 0.75]
-    assert batch["tokens", "returns"].tolist() == [0, 0.3125, 0, 1.0]
+    assert batch["tokens", "advantages"].tolist() == [0, first, 0, last]
+    assert batch["tokens", "returns"].tolist() == [0, first + 0.5, 0, last + 0.25]
 
 
 def test_gae_with_lambda_one_is_the_reward_less_the_value(make_rollout):

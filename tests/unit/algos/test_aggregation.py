@@ -1,4 +1,4 @@
-"""Aggregation: weights by hand, losses in float64, gradients however a minibatch is cut."""
+"""Test aggregation: weights by hand, losses in float64, gradients however a minibatch is cut."""
 
 from collections import defaultdict
 from statistics import fmean
@@ -19,7 +19,7 @@ RULES = [TokenMean(), SequenceMean(), PromptMean(), TokenSum(max_tokens=12)]
 
 
 def three(make_rollout):
-    """Model tokens: 1 (of 2) and 3 in group a, 2 in group b."""
+    """Pack model tokens: 1 (of 2) and 3 in group a, 2 in group b."""
     return pack_rollouts(
         [
             make_rollout([3], [4, 5], loss_mask=[True, False], group_id="a"),
@@ -45,7 +45,7 @@ def test_weights_by_hand(make_rollout, rule, weights):
 
 
 def reference(rule, losses: list[list[float]], groups: list[int]) -> float:
-    """The mean of per-token losses, given per rollout, as each rule defines it."""
+    """Return the mean of per-token losses, given per rollout, as each rule defines it."""
     if isinstance(rule, TokenMean):
         return fmean(loss for rollout in losses for loss in rollout)
     if isinstance(rule, SequenceMean):
@@ -132,7 +132,7 @@ def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_
 
 
 def test_gradients_of_the_rules_differ_as_their_weights_do(make_rollout):
-    """So that the test above cannot pass by ignoring the rule."""
+    """The test above can therefore not pass by ignoring the rule."""
     weights = [rule(three(make_rollout)) for rule in RULES]
     for i, one in enumerate(weights):
         for other in weights[i + 1 :]:

@@ -30,7 +30,7 @@ from tests.support.small_run import data_module, grpo, trainer_of
 
 
 def tokens_of(ratios, row, old=-2.0) -> TensorDict:
-    """Tokens whose importance weights (old policy over engine) are ``ratios``, in float64."""
+    """Make tokens whose importance weights (old policy over engine) are ``ratios``, in float64."""
     old_logprobs = torch.full((len(ratios),), old, dtype=torch.double)
     engine = old_logprobs - torch.tensor(ratios, dtype=torch.double).log()
     return TensorDict(
@@ -235,7 +235,7 @@ def test_metrics_of_an_iteration_do_not_depend_on_packs(
 
 
 def test_the_effective_share_by_hand(tiny_model, train_on, make_rollout):
-    """Weights 1 and 3, of two rollouts each: (2 + 6)^2 / (4 (2 + 18)) = 0.8."""
+    """Weights 1 and 3, of two rollouts each, give (2 + 6)^2 / (4 (2 + 18)) = 0.8."""
     module = PolicyModule(str(tiny_model), correction=TokenTIS())
     module.configure_model()
     torch.nn.init.zeros_(module.policy.lm.get_output_embeddings().weight)  # all 16 alike

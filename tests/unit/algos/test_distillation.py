@@ -20,7 +20,7 @@ from tests.support.updates import sgd
 
 
 def taught(make_rollout, theirs, ids=None, top=None, **fields):
-    """A rollout of some tokens that a teacher has looked at."""
+    """Make a rollout of some tokens that a teacher has looked at."""
     count = len(theirs)
     ids = torch.zeros(count, 0, dtype=torch.long) if ids is None else torch.tensor(ids)
     top = torch.zeros(count, 0) if top is None else torch.tensor(top)
@@ -82,7 +82,7 @@ def test_each_token_gets_its_own_difference(make_rollout):
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 0.5, 1.0])
 def test_divergences_are_those_of_torch(beta):
-    """As TRL's GKDTrainer computes them: torch's kl_div(x, y) is KL(y || x)."""
+    """TRL's GKDTrainer computes them so: torch's kl_div(x, y) is KL(y || x)."""
     generator = torch.Generator().manual_seed(1)
     draws = torch.randn(2, 5, 9, generator=generator, dtype=torch.double)
     teacher, student = (3 * draws).log_softmax(-1)
@@ -95,7 +95,7 @@ def test_divergences_are_those_of_torch(beta):
     )
     found = generalized_jsd(teacher, student, beta)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    # Of fewer outcomes, never more (data processing); of all, the same.
+    # Fewer outcomes have less, never more (data processing); all have the same.
     few, order = teacher.topk(3)
     less = generalized_jsd(with_rest(few), with_rest(student.gather(-1, order)), beta)
     assert (less <= found + 1e-12).all()
@@ -130,7 +130,7 @@ def test_a_share_that_rounds_to_nothing_is_small_and_finite(sure):
 
 
 def test_the_loss_by_hand():
-    """Teacher (1/2, 1/4, rest 1/4), student (1/4, 1/4, rest 1/2): forward KL = 1/4 ln 2."""
+    """Teacher (1/2, 1/4, rest 1/4) and student (1/4, 1/4, rest 1/2) give 1/4 ln 2."""
     tokens = TensorDict(
         {
             "old_logprobs": torch.zeros(2),
@@ -157,7 +157,7 @@ def test_the_loss_by_hand():
 
 
 class Noting(Reinforce):
-    """-A log p, which notes what it saw."""
+    """The loss -A log p, which notes what it saw."""
 
     def __init__(self):
         object.__setattr__(self, "seen", [])
@@ -169,7 +169,7 @@ class Noting(Reinforce):
 
 @pytest.mark.parametrize("beside", [None, GRPO()])
 def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_on, beside):
-    """Whoever wrote the tokens had other weights: -2 each, far from what the policy says."""
+    """Other weights wrote the tokens: -2 each, far from what the policy says."""
     rollouts = [
         taught(
             make_rollout, [-0.5, math.nan], reward=float(i), sample_index=i, logprobs=[-2.0, -2.0]
@@ -193,7 +193,7 @@ def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_
 
 
 def test_likeliest_tokens_that_the_policy_lacks_are_among_all_others(tiny_model, make_rollout):
-    """A teacher of 20 tokens, and a policy of 16."""
+    """The teacher has 20 tokens, and the policy 16."""
     losses = []
     for ids in ([[6, 19]], [[6, -1]]):
         module = PolicyModule(str(tiny_model), loss=TeacherDivergence(beta=0.3))

@@ -1,4 +1,4 @@
-"""Entropy bonuses: the schedule by hand, the gradient and what a step does."""
+"""Test entropy bonuses: the schedule by hand, the gradient and what a step does."""
 
 import pytest
 import torch

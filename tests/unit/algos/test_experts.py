@@ -1,4 +1,4 @@
-"""The load-balancing loss, the replay of routing in updates, and the metrics of experts."""
+"""Test the load-balancing loss, the replay of routing in updates, and the metrics of experts."""
 
 import math
 

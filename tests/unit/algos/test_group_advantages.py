@@ -18,7 +18,7 @@ ALL = [GRPO(), GRPO(False), DrGRPO(), RLOO(), MaxRL(), PassAtK(k=2), OPMD(tau=0.
 
 
 def advantages(advantage, make_rollout, rewards, groups=None) -> list[float]:
-    """One number per rollout; each is a prompt token and one model token."""
+    """Return one number per rollout, each of a prompt token and one model token."""
     groups = groups or "a" * len(rewards)
     pairs = zip(rewards, groups, strict=True)
     batch = pack_rollouts([make_rollout([3], [1], reward=r, group_id=g) for r, g in pairs])
@@ -30,31 +30,21 @@ def advantages(advantage, make_rollout, rewards, groups=None) -> list[float]:
 # ---------------------------------------------------------------- by hand
 
 
-def test_dr_grpo(make_rollout):
-    assert advantages(DrGRPO(), make_rollout, [1, 0, 0, 0]) == [0.75, -0.25, -0.25, -0.25]
-
-
-def test_rloo(make_rollout):
-    # The others' means: 0 for the success, 1/3 for the rest.
-    expected = [1, -1 / 3, -1 / 3, -1 / 3]
-    assert advantages(RLOO(), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
-
-
-def test_maxrl(make_rollout):
-    # mean 0.25: (1 - 0.25) / 0.25 = 3
-    assert advantages(MaxRL(), make_rollout, [1, 0, 0, 0]) == [3, -1, -1, -1]
-
-
-def test_pass_at_2(make_rollout):
-    # 3 of 4 wrong: mean 1 - 3/6 = 0.5, std 0.5; right 0.5/0.5, wrong (0.5 - 2/3)/0.5
-    expected = [1, -1 / 3, -1 / 3, -1 / 3]
-    assert advantages(PassAtK(k=2), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
-
-
-def test_pass_at_1_is_grpo_with_the_biased_deviation(make_rollout):
-    # mean 0.25, std sqrt(3)/4
-    expected = [3**0.5, *[-(3**-0.5)] * 3]
-    assert advantages(PassAtK(k=1), make_rollout, [1, 0, 0, 0]) == pytest.approx(expected)
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        (DrGRPO(), [0.75, -0.25, -0.25, -0.25]),
+        # The others' means: 0 for the success, 1/3 for the rest.
+        (RLOO(), pytest.approx([1, *[-1 / 3] * 3])),
+        (MaxRL(), [3, -1, -1, -1]),  # mean 0.25: (1 - 0.25) / 0.25 = 3
+        # 3 of 4 wrong: mean 1 - 3/6 = 0.5, std 0.5; right 0.5/0.5, wrong (0.5 - 2/3)/0.5
+        (PassAtK(k=2), pytest.approx([1, *[-1 / 3] * 3])),
+        # GRPO with the biased deviation: mean 0.25, std sqrt(3)/4
+        (PassAtK(k=1), pytest.approx([3**0.5, *[-(3**-0.5)] * 3])),
+    ],
+)
+def test_one_success_of_four(make_rollout, advantage, expected):
+    assert advantages(advantage, make_rollout, [1, 0, 0, 0]) == expected
 
 
 def test_opmd(make_rollout):
@@ -102,13 +92,13 @@ def reference_rloo(rewards):
 
 
 def reference_maxrl(rewards):
-    """N (r / sum of rewards - 1 / N): the log likelihood's estimator less its control variate."""
+    """Return N (r / sum of rewards - 1 / N): the log likelihood's estimator, less its variate."""
     n, total = len(rewards), sum(rewards)
     return [n * (r / total - 1 / n) for r in rewards] if total else [0.0] * n
 
 
 def reference_pass_at_k(rewards, k):
-    """All sets of k: a set's reward is its best, its advantage standardised, averaged by member."""
+    """Take all sets of k: a set's reward is its best, standardised and averaged by member."""
     sets = list(combinations(range(len(rewards)), k))
     best = [max(float(rewards[i] >= 1) for i in members) for members in sets]
     mean = fmean(best)
@@ -122,7 +112,7 @@ def reference_pass_at_k(rewards, k):
 
 
 def reference_opmd(rewards, tau):
-    """tau log Z by logsumexp; dividing by 1 + tau is the regularised step's length."""
+    """Compute tau log Z by logsumexp; dividing by 1 + tau is the regularised step's length."""
     z = torch.tensor(rewards, dtype=torch.double) / tau
     baseline = tau * (float(z.logsumexp(0)) - math.log(len(rewards)))
     return [(r - baseline) / (1 + tau) for r in rewards]
@@ -158,7 +148,7 @@ def test_parity_in_float64(make_rollout, advantage, reference):
 @pytest.mark.parametrize("n", [2, 3, 5])
 @pytest.mark.parametrize("p", [0.1, 0.6])
 def test_maxrl_estimates_the_gradient_of_the_truncated_log_likelihood(n, p):
-    """Over all outcomes of n draws: log p = -sum (1 - p)^k / k, of which it takes n - 1 terms."""
+    """MaxRL takes n - 1 terms of log p = -sum (1 - p)^k / k, over all outcomes of n draws."""
     expected = sum((1 - p) ** (k - 1) for k in range(1, n))  # d/dp of these terms
     score = {1.0: 1 / p, 0.0: -1 / (1 - p)}  # d log P(outcome) / dp
     mean = 0.0

@@ -41,7 +41,7 @@ def distributions():
 
 
 def expected_gradient(estimator):
-    """E over samples of the estimator's gradient, as a loss has it: sampling is no part of it."""
+    """Return E over samples of the estimator's gradient, in a loss: sampling is no part of it."""
     logits, reference = distributions()
     log_p = logits.log_softmax(-1)
     mean = (log_p.detach().exp() * estimator(log_p, reference)).sum()
@@ -137,7 +137,7 @@ def test_adaptive_coefficients_follow_each_iteration_and_survive_a_checkpoint(
 
 @pytest.mark.parametrize("penalty", [K1Penalty, K2Penalty, K3Penalty])
 def test_the_gradient_in_the_loss(tiny_model, train_on, random_batch, penalty):
-    """Without advantages, what is left is coef x the mean gradient of the estimator."""
+    """The gradient without advantages is coef x the mean gradient of the estimator."""
     module = PolicyModule(
         str(tiny_model), kl=penalty(0.25),
         update={"max_grad_norm": None, "max_tokens_per_pack": 25},

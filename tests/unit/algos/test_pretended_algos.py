@@ -57,7 +57,7 @@ def test_an_aggregation(aggregation, batch):
 
 @pytest.mark.parametrize("objective", objectives().values(), ids=objectives())
 def test_an_objective(objective, batch):
-    """Loss, metrics and gradients of each loss, correction, KL, bonus and critic's loss."""
+    """The objective has each loss, correction, KL, bonus and critic's loss."""
 
     def learned(pack: TensorDict) -> dict[str, Tensor]:
         policy = imagined(pack)

@@ -1,4 +1,4 @@
-"""Policy losses: value and gradient, by hand and in float64 against their papers' formulas."""
+"""Test policy losses: value and gradient, by hand and in float64 against their papers' formulas."""
 
 import math
 
@@ -19,7 +19,7 @@ CASES = [(w, a) for w in (0.3, 0.79, 0.9, 1.0, 1.1, 1.21, 2.5, 5.0) for a in (2.
 
 
 def evaluate(loss, ratios, advantages, row=None, old=-1.3, engine=-1.3):
-    """Loss and its gradient by logprob per token, in float64, and the metrics."""
+    """Return loss and its gradient by logprob per token, in float64, and the metrics."""
     count = len(ratios)
     old_logprobs = torch.full((count,), old, dtype=torch.double)
     logprobs = (old_logprobs + torch.tensor(ratios, dtype=torch.double).log()).requires_grad_()

@@ -1,4 +1,4 @@
-"""Credit per turn: by hand, in float64, and the same in however many rows and in any order."""
+"""Test credit per turn: by hand, in float64, and the same in however many rows and in any order."""
 
 import random
 from statistics import fmean, stdev
@@ -22,13 +22,13 @@ WRITTEN = ("tokens", "loss_mask")
 
 
 def credit(batch) -> list[float]:
-    """Of the model's tokens."""
+    """Return the advantages of the model's tokens."""
     return batch["tokens", "advantages"][batch[WRITTEN]].tolist()
 
 
 @pytest.fixture
 def group() -> list[Rollout]:
-    """Three rollouts of two, three and two calls.
+    """Make three rollouts of two, three and two calls.
 
     a: paid 0.5 and 0.25, in the states s and t. b: paid 0, 1 and nothing in s, t and s, and 0.5
     beyond. c: paid only as a whole, 0.25, in s and u.
@@ -96,7 +96,7 @@ def test_calls_that_are_not_what_was_written_are_refused(make_rollout, calls, pl
 
 
 def test_a_reward_on_a_call_that_is_not_trained_on_falls_on_the_last(make_rollout):
-    """As when an opponent that does not learn wrote it."""
+    """An opponent that does not learn wrote the second call."""
     calls = [Call(0, 0, 1, reward=0.25), Call(0, 1, 2, reward=0.5), Call(0, 2, 3)]
     rollout = make_rollout([3], [4, 5, 1], loss_mask=[True, False, True], reward=1.0, calls=calls)
     batch = pack_rollouts([rollout])
@@ -107,7 +107,7 @@ def test_a_reward_on_a_call_that_is_not_trained_on_falls_on_the_last(make_rollou
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0, -2.0])
 @pytest.mark.parametrize("token_rewards", [False, True])
 def test_an_episode_is_paid_its_reward_whatever_its_calls_were(weight, token_rewards):
-    """Also where reward functions weigh what the environment paid, and add something else."""
+    """Reward functions may weigh what the environment paid, and add something else."""
     rollouts = random_episodes(3)
     for rollout in rollouts:
         paid = sum(call.reward or 0.0 for call in rollout.calls)
@@ -140,7 +140,7 @@ def test_gae_with_rewards_on_calls_by_hand():
     batch = pack_rollouts([played([("s", 2, 0.5), ("t", 1, 0.25)], 1.0)])
     batch["tokens", "values"] = torch.tensor([9, 0.5, 1.0, 9, 0.25])
     batch = GAE(gamma=0.5, lam=0.5, whiten=False)(batch)
-    # Of the 1.0, 0.25 are beyond what calls were paid. Deltas: 0 + 0.5 * 1 - 0.5 = 0;
+    # 0.25 of the 1.0 is beyond what calls were paid. Deltas: 0 + 0.5 * 1 - 0.5 = 0;
     # 0.5 + 0.5 * 0.25 - 1 = -0.375; 0.25 + 0.25 - 0.25 = 0.25. Then -0.375 + 0.25 * 0.25 =
     # -0.3125, and 0 + 0.25 * -0.3125.
     assert batch["tokens", "advantages"].tolist() == [0, -0.078125, -0.3125, 0, 0.25]
@@ -148,7 +148,7 @@ def test_gae_with_rewards_on_calls_by_hand():
 
 
 def in_two_rows(reward: float) -> Rollout:
-    """Calls 0 and 2 in the first row, call 1 in a second, each of a token; paid 0, 0.5 and rest."""
+    """Make calls 0 and 2 in one row, call 1 in another, of a token each; paid 0, 0.5 and rest."""
     rollout = played([("s", 1, 0.0), ("t", 1, None)], reward)
     rollout.rows.append(Row([6, 7], [8], [True], [-1.0], [0]))
     first, last = rollout.calls
@@ -262,7 +262,7 @@ def test_gigpo_by_hand(group):
 
 
 def test_gigpo_with_standard_deviations_by_hand():
-    """Of two numbers x and -x the unbiased deviation is sqrt(2) x: each is 1/sqrt(2) away."""
+    """The unbiased deviation of two numbers x and -x is sqrt(2) x: each is 1/sqrt(2) away."""
     rollouts = [
         played([("s", 1, 1.0), ("t", 1, 0.0)], 1.0),
         played([("s", 1, 0.0), ("t", 1, 0.5)], 0.5, sample_index=1),
@@ -305,7 +305,7 @@ def reference(rollouts: list[Rollout], gamma: float) -> dict[str, list[tuple[flo
 
 
 def by_call(batch, rollouts) -> dict[str, list[float]]:
-    """The advantage of each call, by rollout; all of a call's tokens must have it."""
+    """Return the advantage of each call, by rollout; all of a call's tokens must have it."""
     rows = batch["tokens", "advantages"].split(batch["rollouts", "length"].tolist())
     sources = [(r, place, row) for r in rollouts for place, row in enumerate(r.rows)]
     found = {r.id: [0.0] * len(r.calls) for r in rollouts}
@@ -465,7 +465,7 @@ def test_values_out_of_range_are_refused(make, message):
 
 
 def test_credit_of_turns_is_unbiased_and_has_less_noise_at_equal_tokens():
-    """In a game of up to six turns, against its exact gradient.
+    """A game of up to six turns gives the exact gradient.
 
     The distance in standard errors is a mean over the policy's weights, about one without a bias;
     that it is twice as much has a probability below one in a thousand, whatever is drawn.
@@ -478,6 +478,6 @@ def test_credit_of_turns_is_unbiased_and_has_less_noise_at_equal_tokens():
 
 
 def test_exact_values_by_hand():
-    """Before the last turn, at even odds: left pays -0.3, right 0.1 (at the end 1.1), else -0.1."""
+    """Left pays -0.3 before the last turn at even odds, right 0.1 (at the end 1.1), else -0.1."""
     values = WALK.values(torch.zeros(WALK.states, 3, dtype=torch.double))
     assert values[-2].tolist() == pytest.approx([0, -0.1, -0.1, 0.7 / 3, 0])

@@ -1,4 +1,4 @@
-"""What benchmarks write into the documentation, from numbers that are known."""
+"""Test what benchmarks write into the documentation, from numbers that are known."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_scaling_compares_processes_with_one():
 
 
 def run_of(*wall_s, generate=0.0, train=0.0):
-    """One run, whose first iteration is not counted."""
+    """Return one run, whose first iteration is not counted."""
     count = len(wall_s)
     parts = [{"generate": generate, "train": train, "iteration": s} for s in wall_s]
     same = {"cpu_s": wall_s, "tokens": [100] * count, "rewards": [2.0] * count}

@@ -1,4 +1,4 @@
-"""What benchmarks.envs tells, from numbers that are known, and what its sides are judged by."""
+"""Test what benchmarks.envs tells, from numbers that are known, and how its sides are judged."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ TASK = Task("CartPole-v1", goal=475.0, iterations=2, most=4, seeds=2)
 
 
 def run_of(seconds, reached, *rewards, version="1.0"):
-    """One run, whose first iteration is not counted for its speed."""
+    """Return one run, whose first iteration is not counted for its speed."""
     return {
         "cpu_s": [9.0, seconds, seconds, seconds],
         "reached": reached,

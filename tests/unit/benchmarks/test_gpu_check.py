@@ -1,4 +1,4 @@
-"""What runs the checks of a GPU machine: records are whole, and nothing stops the others."""
+"""Test the runner of a GPU machine's checks: records are whole, and nothing stops the others."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def test_every_outcome_leaves_a_whole_record(run):
     assert records["two-cases"]["figures"] == {"second": "made"}
     assert "the first broke" in records["two-cases"]["error"]
     assert records["two-cases"]["error"].endswith("the sum is wrong")
-    # Of one that crashed, what it found before, how it ended, and where it was.
+    # The record of one that crashed has its findings, how it ended, and where it was.
     assert records["dies"]["figures"] == {"before": 2}
     assert "SIGSEGV" in records["dies"]["error"]
     assert "in dies" in records["dies"]["error"]
@@ -63,7 +63,7 @@ def test_every_outcome_leaves_a_whole_record(run):
 def test_a_check_that_hangs_is_ended_with_all_that_it_started(run):
     hangs = Check("hangs", "tests.support.gpu_fake_import:hangs", 0.5)
     records, _ = run(fake("waits-for", file="imported"), hangs, fake("good", figure=1))
-    # What it imports was there before its turn, which had not come.
+    # Its imports were there before its turn, which had not come.
     assert records["waits-for"]["figures"] == {"began": False}
     assert records["hangs"]["outcome"] == "fail"
     assert records["hangs"]["error"].splitlines() == ["ended after its 0.5 s", "hanging now"]

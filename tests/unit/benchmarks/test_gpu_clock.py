@@ -1,4 +1,4 @@
-"""What the checks of a GPU machine measure there, by a CUDA that is made up."""
+"""Test what the checks of a GPU machine measure there, by a CUDA that is made up."""
 
 import warnings
 

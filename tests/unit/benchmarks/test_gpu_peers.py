@@ -1,4 +1,4 @@
-"""What ``benchmarks.gpu.peers`` works out: lengths that end by lot, operations, ratios."""
+"""Test what ``benchmarks.gpu.peers`` works out: lengths that end by lot, operations, ratios."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which wheels are brought to a GPU machine: chosen as pip would there."""
+"""Test which wheels are brought to a GPU machine: they are chosen as pip would there."""
 
 import pytest
 

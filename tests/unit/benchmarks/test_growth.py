@@ -1,4 +1,4 @@
-"""benchmarks.growth.fits: exponents of numbers whose law is known."""
+"""Test benchmarks.growth.fits: it finds the exponents of numbers whose law is known."""
 
 import math
 
@@ -15,7 +15,7 @@ def test_a_power_is_found_whatever_its_factor(power):
 
 
 def test_constants_are_left_out_and_what_begins_late_is_not():
-    # Of the cost at 64 it is a third, and hides an eighth of the slope.
+    # This is a third of the cost at 64, and hides an eighth of the slope.
     assert 0.85 < exponent(SIZES, [30 + size for size in SIZES]) < 1
     late = [size + size**2 / 100 for size in SIZES]  # quadratic from 100 on
     assert 1.5 < exponent(SIZES, late) < 2

@@ -1,4 +1,4 @@
-"""The benchmark on matrix games, shortened: who cycles, who comes to rest, and where."""
+"""Test the benchmark on matrix games, shortened: who cycles, who comes to rest, and where."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The matrix products of an iteration, counted and by hand."""
+"""Test the matrix products of an iteration, counted and by hand."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What the benchmark of recipes/smollm2 calculates, and the page from the kept result."""
+"""Test what the benchmark of recipes/smollm2 calculates, and the page from the kept result."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""RunArtifacts: which files a logger is handed, and when."""
+"""Test RunArtifacts: which files a logger is handed, and when."""
 
 import json
 from typing import ClassVar

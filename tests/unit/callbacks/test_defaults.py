@@ -15,6 +15,7 @@ from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO
 from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import run_dir
 from tests.support.bad_configs import CONFIG
+from tests.support.recorded_run import stand_in
 from tests.support.small_run import adamw, data_module, grpo
 
 ROWS = {"class_path": "JSONLPrompts", "init_args": {"path": "train.jsonl"}}
@@ -35,16 +36,13 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch, tmp_path):
-    """The working directory, with a good configuration."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    """Prepare the working directory, with a good configuration."""
+    stand_in(furnished, monkeypatch)
     return furnished
 
 
 def built(kind: str, directory, **trainer) -> Built:
-    """The objects of a configuration that says nothing of callbacks."""
+    """Build the objects of a configuration that says nothing of callbacks."""
     module, data, _ = RUNS[kind]
     config = {"model": dict(CONFIG["model"], class_path=module), "data": CONFIG["data"]}
     if data is not None:

@@ -21,7 +21,7 @@ PAIRS = [{"prompt": f"{n}=", "chosen": "777", "rejected": "12"} for n in range(1
 
 
 def evaluation(**options) -> EvaluateRollouts:
-    """The same evaluation as that of ``data_module``."""
+    """Return the same evaluation as that of ``data_module``."""
     options = {
         "prompts": numbers(100, 108),
         "rewards": [share_of_sevens],
@@ -41,7 +41,7 @@ def sft(tiny_model) -> tuple[SFTModule, SFTDataModule]:
 
 
 def rows_of(tmp_path) -> dict[int, dict[str, float]]:
-    """What was logged, step by step."""
+    """Return what was logged, step by step."""
     with (tmp_path / "csv/version_0/metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.get("eval/accuracy")]
     return {

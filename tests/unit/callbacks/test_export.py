@@ -1,4 +1,4 @@
-"""What lies beside an exported model, and folders that are whole or as they were."""
+"""Test what lies beside an exported model, and that folders are whole or as they were."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_what_was_there_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
     with pytest.raises(TypeError), replace_folder(target) as place:
         (place / "export.json").write_text(None)
     assert latest_hf_checkpoint(tmp_path) == target
-    # As a process that is killed between the two renames leaves it.
+    # A process that is killed between the two renames leaves this.
     rename = os.rename
     calls = []
 

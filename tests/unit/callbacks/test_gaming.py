@@ -1,4 +1,4 @@
-"""Gaming: a part of the reward, or accuracy, falls while the reward rises."""
+"""Test Gaming: a part of the reward, or accuracy, falls while the reward rises."""
 
 import json
 
@@ -19,7 +19,7 @@ RIGHT, FORM = "right", "form"
 
 @pytest.fixture
 def play(make_rollout):
-    """Iterations of 16 groups of one rollout, of which so many are right, and in form."""
+    """Play iterations of 16 groups of one rollout, of which so many are right, and in form."""
 
     def play(iterations, weights, window=1):
         gaming = Gaming(FirstAndLast(window, GROUPS), 4.0, 3.0)

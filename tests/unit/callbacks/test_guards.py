@@ -1,4 +1,4 @@
-"""Guards: each number by hand, what each action does to an update, and runs that they stop."""
+"""Test guards: each number by hand, what each action does to an update, and runs that they stop."""
 
 import logging
 import math
@@ -36,24 +36,14 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError, GuardError
 from lightning_rl.module import PolicyModule
 from tests.support.grouped import grouped
-from tests.support.small_run import adamw, data_module, grpo, trainer_of
+from tests.support.small_run import Rows, adamw, data_module, grpo, trainer_of
 from tests.support.tolerances import rounding
 
 PROMPT = [3, 2]
 
 
-class Rows(RLCallback):
-    """Every iteration's metrics."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
-
-
 def batch_of(make_rollout, *rollouts):
-    """One group: (completion, reward, fields of the rollout) each."""
+    """Make one group of (completion, reward, fields of the rollout) each."""
     return pack_rollouts(
         [make_rollout(PROMPT, ids, reward=reward, **fields) for ids, reward, fields in rollouts]
     )
@@ -61,7 +51,7 @@ def batch_of(make_rollout, *rollouts):
 
 @pytest.fixture
 def scored(tiny_model, make_rollout):
-    """A module and a batch whose engine logprobs are the trainer's own, so without a gap."""
+    """Make a module and a batch whose engine logprobs are the trainer's own, so without a gap."""
     module = PolicyModule(str(tiny_model), optimizer=adamw(1e-2), update={"seed": 7})
     module.configure_model()
     batch = batch_of(
@@ -73,7 +63,7 @@ def scored(tiny_model, make_rollout):
 
 
 def rounding_of(batch):
-    """Of logprobs that are computed twice, in the shapes of other packs."""
+    """Bound the rounding of logprobs that are computed twice, in the shapes of other packs."""
     largest = float(batch["tokens", "rollout_logprobs"].abs().max())
     return rounding(additions=1_500, magnitude=largest)
 
@@ -360,7 +350,7 @@ def test_a_stop_before_the_update_leaves_the_update_out(tiny_model, tmp_path):
 
 def test_an_alarm_and_a_metric_that_nobody_records(tiny_model, tmp_path, caplog):
     class Alarm(RLCallback):
-        """On from the second iteration on."""
+        """Trips in every iteration from the second on."""
 
         def on_collect_end(self, trainer, pl_module, rollouts) -> None:
             on = float(pl_module.iteration > 0)
@@ -408,7 +398,7 @@ def test_any_callback_may_decide(tiny_model, scored, train_on, decision):
 
 
 def test_a_batch_guard_is_configured_by_bound_action_and_patience():
-    """Whose defaults are attributes of its class, for one of a user's own too."""
+    """The defaults are attributes of a guard's class, for one of a user's own, too."""
 
     class Own(ZeroAdvantageGuard):
         name, what = "own", "a number"

@@ -1,4 +1,4 @@
-"""What is said of a run: its figures, curves that fit them, and alarms that are not chance."""
+"""Test what is said of a run: its figures, curves that fit them, and alarms that are not chance."""
 
 import random
 
@@ -10,7 +10,7 @@ from lightning_rl.run.processes.dist import announced
 
 
 def history(accuracies, rewards, sampled=(), **extra):
-    """Rows of iterations 0, 1, ...; evaluated in each, and trained from the first on."""
+    """Make rows of iterations 0, 1, ...; evaluated in each, and trained from the first on."""
     rows = [
         {"iteration": i, "eval/accuracy": a, "eval/reward_mean": r} | extra
         for i, (a, r) in enumerate(zip(accuracies, rewards, strict=True))
@@ -108,7 +108,7 @@ def test_nothing_is_written_where_there_is_nothing_to_see(tmp_path):
 def test_the_lowest_mean_by_hand():
     # 3 standard errors of the difference: 3 sqrt(0.3^2 / 100 + 0.4^2 / 100) = 3 * 0.05.
     assert Sample(0.5, 0.3, 100).lowest(Sample(0.1, 0.4, 100), 3.0) == pytest.approx(0.35)
-    # Of many values the error is small: then a fifth of the standard deviation is the least.
+    # The error of many values is small: then a fifth of the standard deviation is the least.
     assert Sample(0.5, 0.3, 10**8).lowest(Sample(0.1, 0.3, 10**8), 3.0) == pytest.approx(0.44)
 
 
@@ -142,12 +142,12 @@ def test_runs_that_stand_still_raise_hardly_an_alarm_and_those_that_fall_do():
     random.seed(0)
 
     def group(share):
-        """Mean of 8 rewards, with luck of its own: some prompts are harder."""
+        """Draw the mean of 8 rewards, with luck of its own: some prompts are harder."""
         own = min(1.0, max(0.0, random.gauss(share, 0.1)))
         return sum(random.random() < own for _ in range(8)) / 8
 
     def alarm(shares):
-        """Whether a run of these success rates, 16 groups each iteration, is told of."""
+        """Tell whether a run of these success rates, 16 groups each iteration, raises an alarm."""
         ends = FirstAndLast(3, least=16)
         for share in shares:
             ends.add([group(share) for _ in range(16)])

@@ -1,4 +1,4 @@
-"""What is refused by name: metrics that nobody records, and syncs that come too seldom or twice."""
+"""Test what is refused by name: metrics that nobody records, and syncs too seldom or twice."""
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint

@@ -1,4 +1,4 @@
-"""What a person is shown."""
+"""Test what a person is shown of rollouts."""
 
 from lightning_rl.callbacks.preview import as_markdown, preview_table, spread
 from lightning_rl.rollout import RolloutStatus

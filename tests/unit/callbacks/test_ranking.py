@@ -1,4 +1,4 @@
-"""Which of what was saved is best."""
+"""Test which of the saved checkpoints is best."""
 
 from lightning_rl.callbacks.ranking import ranked
 

@@ -1,4 +1,4 @@
-"""RolloutRecorder: what it writes is what training used."""
+"""Test RolloutRecorder: what it writes is what training used."""
 
 import json
 
@@ -56,7 +56,7 @@ class Used(RLCallback):
             self.advantages.append(whole[batch["rollouts", "prompt_length"][row] :])
 
 
-# With two minibatches old logprobs are known, with one they are not; a critic adds its columns.
+# Old logprobs are known with two minibatches, not with one; a critic adds its columns.
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_every_token_is_recorded_as_it_was_used(tiny_model, tmp_path, minibatches):
     used = Used()
@@ -192,7 +192,7 @@ def test_every_file_of_a_run_holds_its_rollouts_in_the_same_form(tiny_model, tmp
     shown = [(r.iteration, r.rollout) for r in open_rollouts(run / "rollouts.jsonl").read()]
     assert [iteration for iteration, _ in shown] == [1] * 3 + [2] * 3
     assert all(entry in collected.rollouts for entry in shown)
-    # As the viewer reads them: the record, and what else the recorder tells.
+    # The viewer reads them so: the record, and what else the recorder tells.
     [last], count = recorded.tail(1)
     assert count == 24
     expected = whole(as_record(collected.rollouts[-1][1]))

@@ -97,7 +97,7 @@ def test_it_is_saved_with_lightnings_own_callback(tiny_model, tmp_path, learner)
 
 
 def requeues(monkeypatch, tmp_path, saver, ckpt_path="last") -> list[str]:
-    """What ``scontrol`` is asked after SIGUSR1 to a Slurm job of one process."""
+    """Return what ``scontrol`` is asked after SIGUSR1 to a Slurm job of one process."""
     told = {"JOB_ID": 17, "NTASKS": 1, "NNODES": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
     for name, value in told.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
@@ -166,7 +166,7 @@ def place(tiny_model, tmp_path, monkeypatch):
 
 
 def status(place, capsys, configuration, command: str, *options: str) -> int:
-    """What the command ends with after its second batch was begun with a signal."""
+    """Return the command's status after a signal at the start of its second batch."""
     (place / "run.yaml").write_text(yaml.safe_dump(configuration))
     status = main([command, "--config", "run.yaml", *options])
     said = capsys.readouterr().err

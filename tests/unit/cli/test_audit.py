@@ -1,4 +1,4 @@
-"""What an audit calls equal, equal within rounding, and different."""
+"""Test what an audit calls equal, equal within rounding, and different."""
 
 from pathlib import Path
 

@@ -7,6 +7,7 @@ command line is seen by ``make test-all``.
 import pytest
 
 from tests.support.bad_configs import CASES, SECTIONS, complaint, row, shown
+from tests.support.recorded_run import stand_in
 
 MARKS = {"out of range": [pytest.mark.slow]}
 MARKED = [
@@ -18,10 +19,7 @@ MARKED = [
 
 @pytest.mark.parametrize("case", MARKED)
 def test_the_message_names_key_value_and_fix(case, furnished, monkeypatch):
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    stand_in(furnished, monkeypatch)
     status, message = complaint(case)
     assert [words for words in CASES[case] if words not in message] == []
     assert message.startswith("lightning-rl: ")

@@ -10,15 +10,13 @@ from lightning_rl.callbacks import WeightSync
 from lightning_rl.cli import main
 from lightning_rl.config.layers import flatten
 from tests.support.bad_configs import CONFIG
+from tests.support.recorded_run import stand_in
 
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch):
-    """The working directory, with a good configuration."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    """Prepare the working directory, with a good configuration."""
+    stand_in(furnished, monkeypatch)
     return furnished
 
 
@@ -155,7 +153,7 @@ def test_weights_are_pushed_whether_or_not_it_is_said(command, callbacks, probes
     [sync] = [c for c in built.trainer.callbacks if isinstance(c, WeightSync)]
     assert (built.trainer.callbacks[0] is sync) == (probes == 4)
     assert sync.probe_prompts == probes
-    # As a part of the configuration, a run that goes on is compared with it.
+    # A run that goes on is compared with it as a part of the configuration.
     table = flatten(yaml.safe_load(built._parser(command).dump(built.config[command])))
     assert table["trainer.callbacks.WeightSync.probe_prompts"] == probes
     assert table["trainer.callbacks.WeightSync.schedule.every_n_iterations"] == 1

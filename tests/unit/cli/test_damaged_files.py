@@ -1,4 +1,4 @@
-"""Rollout files that are damaged or hostile, as `rollouts` and `view` meet them."""
+"""Test rollout files that are damaged or hostile, as `rollouts` and `view` meet them."""
 
 import json
 import os

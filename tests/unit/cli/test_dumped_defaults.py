@@ -23,7 +23,7 @@ from lightning_rl.games import RewardThreshold, Selection, StagedAlgorithm, Stag
 from tests.support.dumped import of, require_same_again
 
 ROOTS = (LightningModule, LightningDataModule, Callback, CheckpointIO, Precision, Strategy)
-"""What a configuration of ``lightning-rl fit`` names."""
+"""The classes that a configuration of ``lightning-rl fit`` names."""
 
 HERE = __name__
 
@@ -116,7 +116,7 @@ NEEDED = {
 }
 """Arguments that a class cannot do without."""
 GIVEN_BY_LIGHTNING = {"optimizer"}
-"""Of schedulers, which are called with it."""
+"""The argument of schedulers, which are called with it."""
 
 
 REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "PythonTests", "Remote")
@@ -124,7 +124,7 @@ REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "Pyth
 
 
 def hints_in(hint: Any) -> Iterator[Any]:
-    """A hint, and those of the items that it lets a list or mapping hold."""
+    """Yield a hint, and those of the items that it lets a list or mapping hold."""
     yield hint
     for inner in (item_hint(hint), mapping_hint(hint)):
         if inner is not None:
@@ -132,7 +132,7 @@ def hints_in(hint: Any) -> Iterator[Any]:
 
 
 def nameable() -> dict[str, Any]:
-    """Public classes that a configuration can name, each with the hint of an argument for it."""
+    """Return public classes that a configuration can name, each with a fitting argument's hint."""
     names.load_all()
     public = [names.public(name) for name in names.MODULE_OF]
     public = [c for c in public if inspect.isclass(c) and not inspect.isabstract(c)]

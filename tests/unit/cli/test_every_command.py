@@ -18,7 +18,7 @@ NEEDED = {
 
 @pytest.fixture(autouse=True)
 def empty(tmp_path, monkeypatch):
-    """An empty working directory."""
+    """Return an empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,4 +1,4 @@
-"""lightning-rl help: arguments of a class, those of its bases too, and names that are none."""
+"""Test lightning-rl help: a class's arguments, those of its bases too, and unknown names."""
 
 from inspect import isclass
 

@@ -1,4 +1,4 @@
-"""Mistakes beside those of docs/api/mistakes.md: one message that names key, value and fix."""
+"""Test mistakes beside those of docs/api/mistakes.md: one message that names key, value and fix."""
 
 import copy
 import json
@@ -13,6 +13,7 @@ import yaml
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError
 from tests.support.bad_configs import CONFIG, complaint
+from tests.support.recorded_run import stand_in
 
 HAS_LENGTH = """
 class HasLength:
@@ -26,18 +27,15 @@ class HasLength:
 
 @pytest.fixture(autouse=True)
 def place(furnished, monkeypatch) -> Path:
-    """The working directory, with a module that is broken and one with a reward's class."""
-    monkeypatch.chdir(furnished)
-    monkeypatch.syspath_prepend(furnished)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # seed_everything's, put back afterwards
-        monkeypatch.setenv(name, "0")
+    """Prepare the working directory, with a broken module and one with a reward's class."""
+    stand_in(furnished, monkeypatch)
     (furnished / "broken.py").write_text("1 / 0\n")
     (furnished / "has_length.py").write_text(HAS_LENGTH)
     return furnished
 
 
 def require_message(status: int, message: str, words: list[str]) -> None:
-    """A few lines that say all this, neither usage text nor a traceback."""
+    """Require a few lines that say all this, neither usage text nor a traceback."""
     assert [word for word in words if word not in message] == []
     assert status == 2
     assert "Traceback" not in message
@@ -48,7 +46,7 @@ GONE = object()  # remove the key
 
 
 def changed(name: str, value: Any) -> dict[str, Any]:
-    """The good configuration with one dotted key set."""
+    """Return the good configuration with one dotted key set."""
     config = copy.deepcopy(CONFIG)
     *above, last = name.split(".")
     node: Any = config
@@ -151,7 +149,7 @@ URLS = {
 
 @pytest.mark.parametrize("case", URLS)
 def test_a_url_where_a_run_writes_is_refused_by_its_key(case, place):
-    """Also where Lightning would ask for s3fs first, which does not help."""
+    """The key is refused where Lightning would ask for s3fs first, too, which does not help."""
     before = sorted(place.iterdir())
     require_message(*complaint(case), [f"{URLS[case]}='{S3}", "is a URL", "choose a local"])
     assert sorted(place.iterdir()) == before

@@ -1,4 +1,4 @@
-"""lightning-rl quickstart: which files it writes before it trains."""
+"""Test which files lightning-rl quickstart writes before it trains."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A test of several checkpoints: which they are, and what comes of each."""
+"""Test a test of several checkpoints: which they are, and what comes of each."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ from tests.support.walker import Walker, Walks
 
 @pytest.fixture
 def saved(tmp_path) -> Path:
-    """Checkpoints of iterations 1 to 3, in which the weight is 0.5, 1 and 1.5; and links."""
+    """Save checkpoints of iterations 1 to 3, with weights 0.5, 1 and 1.5; and links."""
     trainer = trainer_of(tmp_path, [IterationCheckpoint(1, keep_last=3)], enable_checkpointing=True)
     trainer.fit(Walker(), Walks())
     return tmp_path / "csv/version_0/checkpoints"
@@ -51,7 +51,7 @@ def test_each_is_tested_in_one_start(saved, tmp_path, capsys):
 
 def test_each_is_compared_with_the_first_task_by_task(saved, tmp_path, capsys):
     class Told(Walks):
-        """Ten tasks; the larger the weight, the more of them are solved."""
+        """Solves ten tasks; the larger the weight, the more of them."""
 
         def scores(self, done):
             weight = self.trainer.lightning_module.weight.item()
@@ -170,7 +170,7 @@ def test_a_run_may_be_saved_only_at_its_end(tmp_path):
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("logger", [CSVLogger, TensorBoardLogger])
 def test_a_run_goes_on_beside_lightnings_own_checkpoints(tmp_path, logger, ours_first):
-    """Which asks the logger for its folder, so that a new number is drawn, before we say which."""
+    """Lightning's checkpoint asks the logger for its folder first, which draws a new number."""
 
     def fit(epochs: int, **options) -> tuple[str, float]:
         savers = [IterationCheckpoint(1), ModelCheckpoint()][:: 1 if ours_first else -1]

@@ -1,4 +1,4 @@
-"""--trusted_only: every argument that may hold a text says whether it can be code."""
+"""Test --trusted_only: every argument that may hold a text says whether it can be code."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""What the viewer's page holds: tokens cut right, flags found, every number as recorded."""
+"""Test the viewer's page: tokens cut right, flags found, every number as recorded."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def lines_of(*records) -> str:
 
 
 def byte_level() -> Tokenizer:
-    """One token per byte: every character beyond ASCII is cut."""
+    """Make a tokenizer with one token per byte, which cuts every character beyond ASCII."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """Words with their space in front, which a text's first token loses when it is decoded."""
+    """Make words with their space in front, which a text's first token loses when decoded."""
     vocabulary = {"<unk>": 0, "▁hello": 1, "▁you": 2, "!": 3}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
@@ -246,14 +246,14 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
     records = [good_rollout(id=str(i)) for i in range(600)]
     (tmp_path / "recorded.jsonl").write_text(lines_of(*records))
     blocks = blocks_of(build_page([read_run(tmp_path, 1000)]))
-    # Per rollout 2 + 4 texts, 4 tokens in 6 columns, 4 versions (4 bytes each), 4 mask bytes.
+    # Each rollout has 2 + 4 texts, 4 tokens in 6 columns, 4 versions (4 bytes each), 4 mask bytes.
     each = 4 * (2 + 4 + 4 * len(TOKEN_COLUMNS) + 4) + 4
     assert [len(blocks[f"tokens-{i}"]) for i in range(3)] == [256 * each, 256 * each, 88 * each]
     assert set(blocks) == {"index", "pictures", "tokens-0", "tokens-1", "tokens-2"}
 
 
 def listed(**changes):
-    """The list shows a rollout's question, and the end of its answer."""
+    """Return how the list shows a rollout's question, and the end of its answer."""
     [row] = json.loads(
         blocks_of(build_page([Run("a", rollouts=[good_rollout(**changes)])]))["index"]
     )["rollouts"]
@@ -427,7 +427,7 @@ def test_a_damaged_summary_is_shown_as_that(tmp_path, content):
 
 
 def debate(**changes):
-    """Two provers at once, and a verifier who accepts."""
+    """Make a debate of two provers at once, and a verifier who accepts."""
     said = [("prover0", 0, ["a"], "no", None), ("prover1", 0, ["b"], HOSTILE, None)]
     said += [("verifier", 1, ["a", "b"], "so?", 2), ("prover0", 2, [], "", None)]
     said += [("verifier", 3, [], "yes", 1)]

@@ -1,4 +1,4 @@
-"""What an agent raises: the fault of one rollout, or the end of the run."""
+"""Test what an agent's exception is: the fault of one rollout, or the end of the run."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The way from the loader to the first token: seven files, as whoever reads it meets them."""
+"""Test the way from the loader to the first token: seven files, as whoever reads it meets them."""
 
 import asyncio
 import sys
@@ -33,7 +33,7 @@ class Watched(TransformersEngine):
 
 
 def frames_of(frame) -> list[tuple[str, str]]:
-    """File and name of each that led to a frame, outermost first."""
+    """Return file and name of each that led to a frame, outermost first."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code.co_filename, frame.f_code.co_qualname))
@@ -42,13 +42,13 @@ def frames_of(frame) -> list[tuple[str, str]]:
 
 
 def up_to_the_wait(frames: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Without what the wait itself is doing just now: it may sleep, or not have begun to."""
+    """Leave out what the wait itself is doing just now: it may sleep, or not have begun to."""
     names = [name for _, name in frames]
     return frames[: names.index("Runtime.run_async") + 1]
 
 
 def awaited(task) -> list[tuple[str, str]]:
-    """File and name of a task's coroutine, and of each that it waits for in turn."""
+    """Return file and name of a task's coroutine, and of each that it waits for in turn."""
     coroutine, frames = task.get_coro(), []
     while hasattr(coroutine, "cr_code"):
         frames.append((coroutine.cr_code.co_filename, coroutine.cr_code.co_qualname))

@@ -31,12 +31,12 @@ from lightning_rl.sync.schedule import CollectorSchedule
 
 
 def lengths(*pattern):
-    """Completion lengths by seed: a pattern picked from pseudo-randomly, but fixed."""
+    """Return completion lengths by seed: a pattern picked from pseudo-randomly, but fixed."""
     return lambda prompt, seed: pattern[seed % len(pattern)]
 
 
 def heavy(prompt: int, seed: int) -> int:
-    """Pareto-like: most are short, some are a hundred times longer."""
+    """Return Pareto-like lengths: most are short, some are a hundred times longer."""
     u = (seed % 10_007 + 1) / 10_008
     return min(400, math.ceil(4 * u**-0.8))
 
@@ -64,7 +64,7 @@ collectors = st.one_of(
 
 
 def put_off(state: dict) -> list[str]:
-    """Ids of prompts that a collector's state will issue again."""
+    """Return ids of prompts that a collector's state will issue again."""
     prompts = [*state.get("tail", []), *(prompt for prompt, _ in state.get("again", []))]
     return [prompt["id"] for prompt in prompts]
 
@@ -360,7 +360,7 @@ def test_partial_rollouts_keep_what_they_wrote():
 
 
 def slow_prompts(*slow: int, tokens: int = 100):
-    """5 tokens, but for some prompts."""
+    """Return 5 tokens, but for some prompts."""
     return lambda prompt, seed: tokens if prompt in slow else 5
 
 
@@ -504,7 +504,7 @@ def ready_to_take(collector, engine, num_groups, reward=nothing):
 
 def test_what_is_in_flight_and_what_waits():
     async def run():
-        # With room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
+        # There is room for two batches of two: prompts 0 and 2 take 10 s, 1 and 3 take 20.
         engine = SimulatedEngine(lambda prompt, seed: 20 if prompt % 2 else 10, step=1.0)
         collector = ready_to_take(AsyncCollector(max_staleness=1), engine, 2)
         taken = await collector.take(2)
@@ -605,7 +605,7 @@ def test_a_group_that_has_not_begun_is_copied_once_whatever_its_size(monkeypatch
 
 def test_rollouts_that_have_not_begun_when_a_batch_is_broken_off_ask_nothing():
     class Told(Exception):
-        """In place of a signal."""
+        """Stands for a signal."""
 
     class Blocks(SimulatedEngine):
         asked = 0

@@ -1,4 +1,4 @@
-"""The length that an engine starts with: what is set, what the run needs, or what fits."""
+"""Test the length that an engine starts with: what is set, what the run needs, or what fits."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""What an evaluation says of held-out rollouts, set by set."""
+"""Test what an evaluation says of held-out rollouts, set by set."""
 
 import json
 
@@ -16,7 +16,7 @@ from tests.support.small_run import data_module, grpo, numbers, share_of_sevens,
 
 @pytest.fixture
 def rollout_of(make_rollout):
-    """A rollout of a prompt set, with its reward."""
+    """Return a rollout of a prompt set, with its reward."""
 
     def make(prompt_set: str, reward: float):
         rollout = make_rollout([3], [4], reward=reward, group_id=f"{prompt_set}/{reward}")

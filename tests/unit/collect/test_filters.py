@@ -55,7 +55,7 @@ def test_reward_spread_looks_at_graded_rollouts_only(make_rollout):
 
 
 def test_reward_spread_of_one_part(make_rollout):
-    """All are wrong, and only their form differs: nothing to learn of what is right."""
+    """The rewards differ in form only, since all are wrong: nothing tells what is right."""
     group = group_of(make_rollout, 0.0, 0.1, 0.1)
     for rollout, form in zip(group, (0.0, 0.1, 0.1), strict=True):
         rollout.reward_parts = {"exact": 0.0, "form": form}
@@ -195,7 +195,7 @@ def test_a_batch_may_be_made_up_of_what_was_rejected(tiny_model):
     run = Collecting(tiny_model, useful=3)
     with pytest.warns(UserWarning, match=r"2 of groups_per_iteration=4 .* filters rejected"):
         collection = run.collect([RewardSpread()], rounds=2, fill_with_rejected=True)
-    # Of 1 to 8, [3] and [6], and the last that were rejected
+    # The useful ones of 1 to 8 are [3] and [6], and the last that were rejected
     assert numbers(collection.rollouts) == [n for n in (3, 6, 7, 8) for _ in range(3)]
     assert {r.status for r in collection.rollouts} == {RolloutStatus.COMPLETED}
     assert collection.metrics() == {"filter/RewardSpread": 6.0, "filter/made_up": 2.0}

@@ -1,4 +1,4 @@
-"""RolloutLoader: lazy, sized, and exact after an interruption at any point."""
+"""Test RolloutLoader: lazy, sized, and exact after an interruption at any point."""
 
 import json
 from itertools import islice
@@ -34,7 +34,7 @@ class Run:
         self.loader = RolloutLoader(collect, source, length, lambda: self.trained)
 
     def train(self, iterations: int, rest_of_epoch: int | None = None) -> list[list[int]]:
-        """Tokens of each batch that was trained on, over epoch ends.
+        """Return tokens of each batch that was trained on, over epoch ends.
 
         As Lightning does: each epoch takes its number of batches, and drops the iterator without
         asking it for one more.

@@ -1,4 +1,4 @@
-"""Token metrics, stage times, evaluation metrics and collection statistics."""
+"""Test token metrics, stage times, evaluation metrics and collection statistics."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_summarize():
 
 @pytest.fixture
 def now(monkeypatch) -> list[float]:
-    """A clock that the test moves by hand: now[0] seconds."""
+    """Return a clock that the test moves by hand: now[0] seconds."""
     time = [100.0]
     monkeypatch.setattr(stages.time, "perf_counter", lambda: time[0])
     return time
@@ -316,7 +316,7 @@ def refuse(constant):
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_files_of_metrics_are_strict_json(tmp_path, broken):
-    """Whatever is recorded: what is not finite is null, which is read as NaN."""
+    """Values that are not finite are null, which is read as NaN, whatever is recorded."""
     trainer = Trainer(default_root_dir=tmp_path, logger=CSVLogger(tmp_path), accelerator="cpu")
     log = MetricsLog()
     log.begin(trainer)

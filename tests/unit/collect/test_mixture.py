@@ -1,4 +1,4 @@
-"""Several prompt sets: what is drawn, who answers and grades it, on ranks and when resumed."""
+"""Test several prompt sets: what is drawn, who answers and grades it, on ranks and when resumed."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ from tests.support.small_run import (
 
 
 def of_all(*rewards):
-    """The agent, plan and rewards of sets that have none of their own."""
+    """Return the agent, plan and rewards of sets that have none of their own."""
     return SingleTurn(), GroupPlan(), Rewards(list(rewards))
 
 
@@ -174,14 +174,14 @@ class Says(Agent):
 
 
 class Unasked(FakeEngine):
-    """No agent here asks it for tokens."""
+    """A set whose agent asks it for no tokens."""
 
     async def generate(self, token_ids, sampling, seed):
         raise AssertionError("asked")
 
 
 def grader(*sets: PromptSet):
-    """What grades these sets; those without rewards of their own, for sevens."""
+    """Return the grader of these sets; it rewards sevens in those without rewards of their own."""
     return grader_of(tasks_of(Mixture(sets), *of_all(sevens), Sampling(), 2, 1.0))
 
 
@@ -194,7 +194,7 @@ def odd_first(completions, **_):
 
 
 def collected(mixture, tokenizer, collector, filters=(), count=4):
-    """Two iterations' batches: a is answered by one agent and b by another."""
+    """Collect two iterations' batches: a is answered by one agent and b by another."""
     agents = Says(10), Says(6)
     made = mixture(
         RoundRobin(),
@@ -220,7 +220,7 @@ def collected(mixture, tokenizer, collector, filters=(), count=4):
 )
 def test_every_collector_dispatches_by_set(mixture, tokenizer, collector):
     found, (of_a, of_b) = collected(mixture, tokenizer, collector())
-    # What is ahead may hand out any two groups first, so of both batches together.
+    # The queue may hand out any two groups first, so this looks at both batches together.
     assert {(g[0].prompt.set, len(g)) for _, groups in found for g in groups} == {
         ("a", 2),
         ("b", 3),
@@ -359,7 +359,7 @@ def test_a_rollout_keeps_its_set(make_rollout):
 
 
 class Kept(RLCallback):
-    """Ids, tokens and rewards of what was trained on."""
+    """Records ids, tokens and rewards of what was trained on."""
 
     def __init__(self) -> None:
         self.seen = []

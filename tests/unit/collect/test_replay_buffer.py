@@ -33,7 +33,7 @@ from tests.support.small_run import share_of_sevens, trainer_of
 
 @pytest.fixture
 def make_group(make_rollout):
-    """A group of two, named by its iteration and place; both tokens of its version."""
+    """Make a group of two, named by its iteration and place; both tokens of its version."""
 
     def make(iteration, place, rewards=(0.0, 1.0), version=None):
         versions = [iteration if version is None else version] * 2
@@ -203,7 +203,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(
         assert [step(second, i) for i in range(stopped, 8)] == expected[stopped:]
         kept = {n for n, s in states(tmp_path / f"{stopped}.sqlite").items() if s == "kept"}
         assert kept == {n for n, s in states(tmp_path / "whole.sqlite").items() if s == "kept"}
-        # As a data set: each group once, though two iterations were collected twice.
+        # A data set has each group once, though two iterations were collected twice.
         groups = names(RolloutStore(tmp_path / f"{stopped}.sqlite").groups())
         assert sorted(groups) == sorted(names(RolloutStore(tmp_path / "whole.sqlite").groups()))
 
@@ -235,7 +235,7 @@ ENTRIES = [
 
 
 def shares(sampler, draws=4000) -> list[float]:
-    """How often each entry is drawn when one is."""
+    """Return how often each entry is drawn when one is."""
     random = np.random.default_rng(0)
     places = [sampler.choose(ENTRIES, 1, random)[0].place for _ in range(draws)]
     return [places.count(entry.place) / draws for entry in ENTRIES]

@@ -1,4 +1,4 @@
-"""Constructors in Python: what is convenient is taken, what is wrong refused as in YAML."""
+"""Test constructors in Python: what is convenient is taken, what is wrong refused as in YAML."""
 
 import gc
 import inspect
@@ -167,7 +167,7 @@ SAME_WORDS = {
 
 
 def without_key(message: str) -> str:
-    """What is said of a key, without the key, which has ``data.init_args`` in front in YAML."""
+    """Strip the key from a message; in YAML it has ``data.init_args`` in front."""
     first = message.splitlines()[0].removeprefix("lightning-rl: config error: ")
     return re.sub(r"^[\w.]+(\[\d\])?[\w.]*: ", "", first)
 

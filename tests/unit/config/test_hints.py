@@ -1,4 +1,4 @@
-"""What a short name of a class means."""
+"""Test what a short name of a class means."""
 
 import gc
 
@@ -9,7 +9,7 @@ from lightning_rl.config.hints import accepts, class_names, parse
 
 
 def test_a_librarys_class_does_not_take_the_name_of_torchs():
-    """As bitsandbytes' optimizers would, from the moment that something imports them."""
+    """Optimizers of bitsandbytes would, from the moment that something imports them."""
     kind = type("SGD", (torch.optim.Optimizer,), {"__module__": "another.optim"})
     own = type("Shampoo", (torch.optim.Optimizer,), {"__module__": "another.optim"})
     assert class_names([torch.optim.Optimizer])["SGD"] is torch.optim.SGD

@@ -1,4 +1,4 @@
-"""What is refused of Lightning's flags and callbacks, in a script; and the page that says so."""
+"""Test what is refused of Lightning's flags and callbacks in a script, and the page about it."""
 
 import inspect
 import warnings
@@ -110,7 +110,7 @@ def test_a_refused_callback(name, tiny_model, tmp_path):
 
 
 def test_processes_that_are_spawned_are_refused(tmp_path):
-    """By the command line, before it starts any: Lightning's fit pickles the module first."""
+    """The command line refuses before it starts any: Lightning's fit pickles the module first."""
     with pytest.raises(ConfigError, match=r"^trainer.strategy='DDPStrategy': .*use ddp"):
         refuse_flags(trainer_of(tmp_path, logger=False, strategy="ddp_spawn", devices=2))
     refuse_flags(trainer_of(tmp_path, logger=False, strategy="ddp", devices=2))
@@ -157,7 +157,7 @@ def test_float16_is_refused_where_its_scaled_gradients_would_be_clipped(tiny_mod
 
 
 def test_supervised_training_in_float16_clips_what_is_unscaled(tiny_model, tmp_path):
-    """At rate 1 the clipped gradient is the step; still scaled, by 64, it would be a 64th."""
+    """The clipped gradient is the step at rate 1; still scaled by 64, it would be a 64th."""
     rows = SFTDataModule(IterablePrompts([{"prompt": "12=", "completion": "3"}]))
     module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
     options = {"plugins": [in_float16()], "gradient_clip_val": 0.5, "max_steps": 1}

@@ -1,4 +1,4 @@
-"""Prompt sets and rewards in configurations: each argument's mistakes, each public name."""
+"""Test prompt sets and rewards in configurations: each argument's mistakes, each public name."""
 
 import inspect
 from collections.abc import Callable

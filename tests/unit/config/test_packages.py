@@ -1,4 +1,4 @@
-"""What installed packages add: found by their metadata, loaded when it is named."""
+"""Test what installed packages add: it is found by metadata, and loaded when it is named."""
 
 import subprocess
 import sys

@@ -44,7 +44,7 @@ def test_what_a_number_depends_on_is_in_a_checkpoint_and_nothing_else():
 
 
 def test_a_bonus_for_low_entropy_by_hand():
-    """As in TRL: it moves after each measurement, and acts only after one that was low."""
+    """The bonus moves after each measurement, as in TRL, and acts only after one that was low."""
     coef = AdaptiveEntropy(value=0.01, target=0.5, step=0.25, low=0.0, high=0.5)
     found = [coef.at(0)]
     for entropy in (0.5, 0.4, 0.6, math.nan, 0.1, 0.2, 2.0, 3.0, 0.5):
@@ -108,7 +108,7 @@ class Rows(Callback):
 
 
 def test_a_penalty_fades_as_iterations_are_counted(tiny_model, train_on, random_batch):
-    """At 0 it weighs nothing: the reward has no KL taken off, and the metric is left out."""
+    """A penalty of 0 weighs nothing: the reward has no KL taken off, and the metric is left out."""
     rows = Rows()
     module = PolicyModule(
         str(tiny_model),

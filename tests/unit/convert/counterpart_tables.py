@@ -1,4 +1,4 @@
-"""The tables of docs/convert/*.md, from the data that ``lightning-rl convert`` reads.
+"""Write the tables of docs/convert/*.md, from the data that ``lightning-rl convert`` reads.
 
 python -m tests.unit.convert.counterpart_tables         writes them into the pages
 """
@@ -13,7 +13,7 @@ BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 
 
 def tables(library: str) -> str:
-    """A heading and a table per section."""
+    """Return a heading and a table per section."""
     parts = []
     for title, rows in sections(library).items():
         lines = [f"### {title}", "", "| theirs | default | here | |", "|---|---|---|---|"]
@@ -31,7 +31,7 @@ def _line(row: ParameterRow) -> str:
 
 
 def page(text: str, library: str) -> str:
-    """The page with what is between the marks made anew."""
+    """Make what is between the page's marks anew."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{tables(library)}\n\n{END}{after}"

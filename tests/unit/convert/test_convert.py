@@ -1,4 +1,4 @@
-"""Tables of counterparts against our classes, and configurations of TRL as ours."""
+"""Test tables of counterparts against our classes, and configurations of TRL as ours."""
 
 import json
 import re
@@ -45,7 +45,7 @@ PLACES = {"model": PolicyModule, "data": RLDataModule, "trainer": Trainer}
 
 
 def is_ours(name: str) -> bool:
-    """Whether ``name``, as tables have it, is an argument or a public class."""
+    """Tell whether ``name``, as tables have it, is an argument or a public class."""
     place, _, argument = name.partition(".")
     if not argument:
         return place == "seed_everything" or place in MODULE_OF
@@ -108,7 +108,7 @@ OTHER = {
     "model_init_kwargs": {"subfolder": "v2"}, "chat_template_kwargs": {"enable_thinking": False},
     "lora_modules_to_save": ["norm"], "teacher_model_init_kwargs": {"subfolder": "v2"},
 }  # fmt: skip
-# What a parameter needs beside it to mean anything.
+# Parameters that mean nothing without another.
 BESIDE = {
     "epsilon_high": {"epsilon_high": 0.3},
     "lora": {"use_peft": True},

@@ -1,4 +1,4 @@
-"""Distillation as TRL and verl configure it: the teacher, and what is learned from it."""
+"""Test Distillation as TRL and verl configure it: the teacher, and what is learned from it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from lightning_rl.errors import ConfigError
 
 
 def parts(result):
-    """The arguments of model and data."""
+    """Return the arguments of model and data."""
     return result.config["model"]["init_args"], result.config["data"]["init_args"]
 
 
@@ -54,7 +54,7 @@ def test_the_older_trainers_of_trl_have_their_own_defaults():
     assert "seq_kd" in left
     gold = convert_trl({"teacher_model_name_or_path": "a/b", "use_uld_loss": True, "beta": 0.0})
     assert parts(gold)[0]["loss"]["init_args"] == {"beta": 0.0}
-    # At 0.95 by default, and a divergence needs all tokens.
+    # The default is 0.95, and a divergence needs all tokens.
     assert {"top_p", "use_uld_loss"} <= {item.key for item in gold.left}
     with pytest.raises(ConfigError, match=r"refused: TeacherDivergence\(beta=1.5\)"):
         convert_trl({"teacher_model_name_or_path": "a/b", "beta": 1.5})

@@ -1,4 +1,4 @@
-"""prime-rl's rl.toml as ours."""
+"""Test how prime-rl's rl.toml is converted."""
 
 import tomllib
 
@@ -164,7 +164,7 @@ def test_no_key_is_dropped_in_silence(name):
         other = kinds.get(row.kind, 3 if row.kind.startswith("integer") else 0.25)
         other = not row.default if isinstance(row.default, bool) else other
     for start in (beside, {}):
-        # Of one that has a single known value this is written for all others.
+        # This is what is written for all others where a row has a single known value.
         values = (as_written(row) if len(row.values) != 1 else ..., other)
         assert vanished(lambda over: converted(**over)[0], start, name, values) == []
 

@@ -1,4 +1,4 @@
-"""Python scripts that start TRL's trainer: what is read of them, and what is named instead."""
+"""Test Python scripts that start TRL's trainer: what is read of them, and what is named instead."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Shell scripts and commands that start a trainer: what Bash makes of them is converted."""
+"""Test shell scripts and commands that start a trainer: what Bash makes of them is converted."""
 
 import re
 
@@ -19,7 +19,7 @@ PYTHON = re.compile(r"python3?$")
 
 @pytest.fixture
 def script(tmp_path):
-    """Bash runs this text; returns what it did, of whose commands Python's were asked for."""
+    """Run this text by bash; return what it did, of whose commands Python's were asked for."""
     need_sandbox()
 
     def run(text):
@@ -31,7 +31,7 @@ def script(tmp_path):
 
 @pytest.fixture
 def converted(tmp_path, capsys):
-    """What convert writes for a script, and what it says beside it in one line."""
+    """Return what convert writes for a script, and what it says beside it in one line."""
     need_sandbox()
 
     def convert(text, *options):

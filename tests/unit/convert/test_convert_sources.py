@@ -1,4 +1,4 @@
-"""What convert reads: values of the wrong kind, Hydra's overrides, broken files."""
+"""Test what convert reads: values of the wrong kind, Hydra's overrides, broken files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ WRONG = [
 
 
 def refusals(convert, beside, name):
-    """What is said of values of all kinds that are not carried."""
+    """Return what is said of values of all kinds that are not carried."""
     for value in WRONG:
         try:
             notes(convert(beside | {name: value}))

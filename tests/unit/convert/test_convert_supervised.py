@@ -98,7 +98,7 @@ def check_nothing_vanishes(trainer, name):
                 if whole
                 else 0.5
             )
-    # Of one that has a single known value this is written for all others.
+    # This is what is written for all others where a row has a single known value.
     values = (as_written(row) if len(row.values) != 1 else ..., other)
 
     def convert(said):
@@ -203,7 +203,7 @@ def test_the_trainer_is_that_of_the_options_the_file_or_the_script(tmp_path, cap
 
 
 def given(folder, called, text):
-    """The arguments of convert for a file called so with this text; "--": the text is a command."""
+    """Return convert's arguments for a file of this name and text; "--": the text is a command."""
     if called == "--":
         return ["--", *text.split()]
     (folder / called).write_text(text)
@@ -211,7 +211,7 @@ def given(folder, called, text):
 
 
 def dump():
-    """What ``to_dict()`` of any of them holds beside its own options."""
+    """Return what ``to_dict()`` of any of them holds beside its own options."""
     from transformers import TrainingArguments
 
     values = TrainingArguments(output_dir="out", use_cpu=True).to_dict()

@@ -1,4 +1,4 @@
-"""Every option that convert carries over: what is written, against the peers' own formulas.
+"""Test every option that convert carries over: what is written, against the peers' own formulas.
 
 The options come from convert's tables. For each, our classes are made as the converted
 configuration has them, and value and gradient of their loss are held against ``peer_objectives``:
@@ -10,7 +10,6 @@ import itertools
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from lightning_rl import Critic, PolicyModule
 from lightning_rl.algos.objective import Objective, loss_tokens
@@ -24,6 +23,7 @@ from lightning_rl.extend import ValueLoss
 from lightning_rl.models.policy import Scores
 from tests.support.peer_objectives import (
     Leaves,
+    Padded,
     Sampled,
     prime_objective,
     trl_objective,
@@ -85,7 +85,7 @@ TRL_WITHOUT_FORMULA = {
     "entropy_target",
     # They decide which weights the reference has, and how often.
     "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
-    # How many, how long and how often; of gradient accumulation and minibatches see above.
+    # These say how many, how long and how often; see above for accumulation and minibatches.
     "per_device_train_batch_size", "generation_batch_size", "num_iterations", "max_steps",
     "num_train_epochs",
 }  # fmt: skip
@@ -142,12 +142,12 @@ VERL_SWEEPS = {
     "critic.cliprange_value": ([0.2], [GAE]),
 }  # fmt: skip
 VERL_WITHOUT_FORMULA = {
-    # How a coefficient moves, which groups are kept, and which weights are the critic's.
+    # These say how a coefficient moves, which groups are kept, and which weights are the critic's.
     "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl",
     "algorithm.filter_groups.enable", "algorithm.filter_groups.max_num_gen_batches",
     "algorithm.filter_groups.metric",
     "critic.enable", "trainer.critic_warmup", "critic.loss_agg_mode",
-    # How many, and how long; and what happens to a gradient.
+    # These say how many, and how long; and what happens to a gradient.
     ACTOR + "ppo_mini_batch_size", ACTOR + "ppo_epochs", ACTOR + "use_dynamic_bsz",
     ACTOR + "ppo_max_token_len_per_gpu", ACTOR + "grad_clip", ACTOR + "strategy",
     "critic.grad_clip", "critic.ppo_epochs", "critic.ppo_mini_batch_size",
@@ -167,7 +167,7 @@ PRIME_SWEEPS = {
     ALGO + "decay": ([0.5], [{ALGO + "type": "rae"}]),
 }
 PRIME_WITHOUT_FORMULA = {
-    # Which rollouts are counted, and who the teacher is.
+    # These say which rollouts are counted, and who the teacher is.
     "orchestrator.train.filter_zero_advantages", ALGO + "demo_key", ALGO + "template",
     *(name for name in table("prime_rl") if ".teacher." in name),
 }  # fmt: skip
@@ -193,7 +193,7 @@ def rows(library):
 
 
 def cases(library):
-    """An option's name, and the options that are set."""
+    """Yield an option's name, and the options that are set."""
     for row in rows(library):
         if row.theirs in WITHOUT[library]:
             continue
@@ -215,7 +215,7 @@ def test_each_option_has_a_formula(library):
 
 @pytest.fixture(scope="module")
 def batches(random_batch):
-    """Batches in float64 whose logprobs moved by some nats: by group size, and on-policy or not."""
+    """Make float64 batches whose logprobs moved: by group size, and on-policy or not."""
 
     def make(group_size, on_policy):
         batch = random_batch(11, groups=GROUPS * SIZE // group_size, group_size=group_size,
@@ -246,20 +246,6 @@ def batches(random_batch):
     return {key: make(*key) for key in keys}
 
 
-class Padded:
-    """Model tokens as (B, T), and back."""
-
-    def __init__(self, batch: TensorDict) -> None:
-        live = batch["tokens", "loss_mask"].nonzero().squeeze(1)
-        row = token_rows(batch)[live]
-        counts = torch.bincount(row, minlength=len(batch["rollouts"]))
-        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[row]
-        self.live, self.at, self.shape = live, (row, step), (len(counts), int(counts.max()))
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
-
-
 LEAVES = {"logprobs": "logprobs", "entropy": "entropy", "values": "now_values"}
 
 
@@ -281,7 +267,7 @@ def theirs_of(objective, options, batch, leaves):
 
 
 def ours_of(result: Conversion, batch, leaves):
-    """The first minibatch's loss, put together as a PolicyModule does it."""
+    """Return the first minibatch's loss, put together as a PolicyModule does it."""
     model = result.config["model"]["init_args"]
     parts = {name: part_of(model[name]) for name in PARTS if name in model}
     batch = batch.clone()

@@ -1,11 +1,10 @@
-"""What docs/convert/*.md say of numbers, against the formulas of both in float64.
+"""Test the numbers of docs/convert/*.md against the formulas of both sides in float64.
 
 Their formulas are written here on padded tensors (B, T) with a mask, as they have them.
 """
 
 import pytest
 import torch
-from tensordict import TensorDict
 
 from lightning_rl.algos.advantages import GAE, GRPO
 from lightning_rl.algos.baselines import RLOO, ReinforcePlusPlus
@@ -15,14 +14,15 @@ from lightning_rl.algos.losses import CISPO, GSPO, SAPO, PPOClip, Reinforce, Val
 from lightning_rl.algos.objective import SequenceMean, TokenMean, TokenSum
 from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.data.batch import token_rows
+from tests.support.peer_objectives import Padded
 
-# Per token a handful of float64 operations on numbers of order 1.
+# Each token takes a handful of float64 operations on numbers of order 1.
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-13}
 
 
 @pytest.fixture
 def batch(random_batch):
-    """Four groups of three, in float64, with logprobs that moved by up to some nats."""
+    """Make four groups of three, in float64, with logprobs that moved by up to some nats."""
     batch = random_batch(11, groups=4, longest=12)
     generator = torch.Generator().manual_seed(1)
     live = batch["tokens", "loss_mask"]
@@ -38,27 +38,8 @@ def batch(random_batch):
     return batch
 
 
-class Padded:
-    """Model tokens as (B, T) with a mask."""
-
-    def __init__(self, batch: TensorDict) -> None:
-        tokens, row = batch["tokens"], token_rows(batch)
-        live = tokens["loss_mask"].nonzero().squeeze(1)
-        self.live, self.row = live, row[live]
-        counts = torch.bincount(self.row, minlength=len(batch["rollouts"]))
-        step = torch.arange(len(live)) - (counts.cumsum(0) - counts)[self.row]
-        self.at, self.shape = (self.row, step), (len(counts), int(counts.max()))
-        self.mask = self(torch.ones(len(row), dtype=torch.double))
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(self.shape).index_put(self.at, values[self.live])
-
-    def flat(self, values: torch.Tensor) -> torch.Tensor:
-        return values[self.at]
-
-
 def our_gradient(batch, loss, aggregation) -> torch.Tensor:
-    """Of the aggregated loss with respect to the model tokens' logprobs."""
+    """Return the gradient of the aggregated loss by the model tokens' logprobs."""
     padded = Padded(batch)
     tokens = batch["tokens"][padded.live]
     tokens["row"] = padded.row
@@ -70,7 +51,7 @@ def our_gradient(batch, loss, aggregation) -> torch.Tensor:
 
 
 def their_gradient(batch, loss) -> torch.Tensor:
-    """Of ``loss(logprobs, padded)`` with respect to the same."""
+    """Return the gradient of ``loss(logprobs, padded)`` by the same."""
     padded = Padded(batch)
     logprobs = padded(batch["tokens", "logprobs"]).requires_grad_()
     return padded.flat(torch.autograd.grad(loss(logprobs, padded), logprobs)[0])
@@ -201,7 +182,7 @@ def test_the_critic_of_verl_has_coef_one(batch):
 
 
 def whitened(values):
-    """verl's masked_whiten, of an unbiased variance."""
+    """Whiten as verl's masked_whiten does, by an unbiased variance."""
     return (values - values.mean()) * (values.var() + 1e-8).rsqrt()
 
 

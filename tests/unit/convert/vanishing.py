@@ -1,4 +1,4 @@
-"""What a conversion makes of one key, whatever is written for it."""
+"""Find what a conversion makes of one key, whatever is written for it."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def vanished(
     name: str,
     values: tuple[Any, Any],
 ) -> list[Any]:
-    """Which of two values of a key are neither in the result nor named.
+    """Return which of two values of a key are neither in the result nor named.
 
     Two values are in the result if it differs by them. An ellipsis is what
     ``start`` has.
@@ -30,11 +30,11 @@ def vanished(
 
 
 def as_written(row: ParameterRow) -> Any:
-    """A parameter's default, as one writes it; null is what nobody writes."""
+    """Return a parameter's default, as one writes it; null is what nobody writes."""
     return ... if row.default is None else row.default
 
 
 def names(done: Conversion, name: str) -> bool:
-    """Whether the notes name a key."""
+    """Tell whether the notes name a key."""
     told = [*(item.key for item in done.left), *done.missing, *done.remarks]
     return any(name in text for text in told)

@@ -1,4 +1,4 @@
-"""Ends: what a tokenizer, its template and the model's files call an end, in one answer."""
+"""Test ends: what a tokenizer, its template and the model's files call an end, in one answer."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Mixing strategies by hand: which set the next group is drawn from."""
+"""Test mixing strategies by hand: which set the next group is drawn from."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_round_robin_is_in_turn_and_never_a_group_off():
 def test_by_pass_rate_by_hand():
     mixing = ByPassRate(floor=0.2, memory=0.5)
     assert mixing.shares([1.0, 3.0]) == [0.25, 0.75]  # all are thought to teach something
-    # Of the first set's groups one in two is mixed, of the second's none.
+    # One in two of the first set's groups is mixed, and none of the second's.
     mixing.observe([[[0, 1, 1], [1, 1, 1]], [[0, 0], [1, 1]]], [None, None])
     assert mixing.mixed == [0.75, 0.5]
     # 1 x (0.2 + 0.8 x 0.75) = 0.8, and 3 x (0.2 + 0.8 x 0.5) = 1.8

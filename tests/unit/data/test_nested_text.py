@@ -62,7 +62,7 @@ def rollout_of(columns, extra, said, place=0):
 
 
 def through(rollouts, *paths):
-    """What is left of rollouts that go from file to file."""
+    """Return what is left of rollouts that go from file to file."""
     for path in paths:
         file = open_rollouts(path)
         file.append(rollouts, 0)
@@ -149,11 +149,11 @@ ITEMS = (
     "{% for k, v in c.function.arguments|items %}{{ k }}={{ v }};{% endfor %}{% endfor %}\n"
     "{% endfor %}"
 )
-"""As Qwen3-Coder's does, it goes through the arguments one by one."""
+"""The template goes through the arguments one by one, as Qwen3-Coder's does."""
 
 
 def from_all_places(rows, tokenizer):
-    """The prompts of these rows, by where they were kept."""
+    """Return the prompts of these rows, by where they were kept."""
     table = pyarrow.Table.from_pylist(rows)
     with TemporaryDirectory() as folder:
         lines, parquet = Path(folder, "a.jsonl"), Path(folder, "a.parquet")
@@ -215,7 +215,7 @@ def in_text(message):
 
 
 def answered(chat):
-    """A prompt cannot end in calls."""
+    """End a prompt by an answer: a prompt cannot end in calls."""
     asks = chat and chat[-1].get("tool_calls")
     return [*chat, RESULT] if asks else chat
 

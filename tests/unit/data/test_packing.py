@@ -1,4 +1,4 @@
-"""From rollouts to one batch, and from that to minibatches and packs."""
+"""Test the way from rollouts to one batch, and from that to minibatches and packs."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def test_more_minibatches_than_groups_is_refused(random_batch):
 
 
 def forward_tokens(batch: TensorDict, rows: torch.Tensor) -> int:
-    """What a pack costs: every distinct prompt once, and all completions."""
+    """Count a pack's tokens: every distinct prompt once, and all completions."""
     prompts, cost = {}, 0
     for row in rows.tolist():
         rollout = batch["rollouts"][row]

@@ -2,7 +2,6 @@
 
 import base64
 import json
-from io import BytesIO
 
 import pytest
 from PIL import Image
@@ -18,15 +17,9 @@ from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.errors import DataError
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.vision.limits import PictureLimits
-from tests.support.tiny_vision import save_vision_model
+from tests.support.tiny_vision import png, save_vision_model
 
 PLACE = {"type": "image"}
-
-
-def png(color, width=32, height=32):
-    file = BytesIO()
-    Image.new("RGB", (width, height), color).save(file, "PNG")
-    return file.getvalue()
 
 
 RED, BLUE = png("red"), png("blue", 64, 32)  # 4 and 8 tokens
@@ -62,7 +55,7 @@ def loaded(prompts, tokenizer):
 
 
 def require_both(prompt, tokenizer):
-    """The prompt that shows RED, then BLUE, then asks."""
+    """Require the prompt that shows RED, then BLUE, then asks."""
     assert [one.data for one in prompt.pictures] == [RED, BLUE]
     assert prompt.prompt == ask(PLACE, PLACE)
     pad, end = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|vision_end|>"])

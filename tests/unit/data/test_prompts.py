@@ -98,7 +98,7 @@ def from_arrow(tmp_path):
 
 
 def taken(rows):
-    """As a constructor takes it that is given rows for prompts."""
+    """Pass rows as a constructor takes them in place of prompts."""
     prompts = prompts_of(rows)
     prompts.shuffle = False
     return prompts
@@ -245,7 +245,7 @@ def test_a_chat_without_a_template_is_refused_before_an_engine_starts(tokenizer)
 
 
 def test_a_tokenizer_that_does_not_give_back_its_text_is_told_of_once():
-    """As LlamaTokenizerFast on SmolLM2's files, which loses all white space."""
+    """LlamaTokenizerFast loses all white space on SmolLM2's files."""
     tokenizer, sound = (chat_tokenizer("qwen2_5") for _ in range(2))
     tokenizer.backend_tokenizer.normalizer = Replace(" ", "")
     rows = [{"prompt": [{"role": "user", "content": "def f(x): return 2 + x"}]}] * 3
@@ -260,7 +260,7 @@ def test_a_tokenizer_that_does_not_give_back_its_text_is_told_of_once():
 
 
 def begun(template=CHAT):
-    """A tokenizer that puts <|begin|> before texts, as Llama's and Gemma's do."""
+    """Make a tokenizer that puts <|begin|> before texts, as Llama's and Gemma's do."""
     tokenizer = chat_tokenizer("llama3_1", template=template)
     begin = ("<|begin|>", tokenizer.bos_token_id)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -433,7 +433,7 @@ def test_a_state_of_a_longer_dataset_is_refused(tokenizer):
 
 
 def test_where_a_row_stands_is_looked_up_for_errors_alone(tmp_path, tiny_model, monkeypatch):
-    """To count its lines, a file is read from its beginning."""
+    """A file is read from its beginning to count its lines."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1="}\n{"prompt": "2="}\n')
     prompts = JSONLPrompts(str(path), max_prompt_tokens=8)

@@ -1,4 +1,4 @@
-"""reasoning-gym tasks as prompts, and their verifiers as a reward."""
+"""Test reasoning-gym tasks as prompts, and their verifiers as a reward."""
 
 import pytest
 

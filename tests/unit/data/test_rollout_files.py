@@ -28,7 +28,7 @@ def path(request, tmp_path) -> Path:
 
 @pytest.fixture
 def batch(make_rollout):
-    """An iteration's rollouts: two groups of two, with all that a rollout can hold."""
+    """Make an iteration's rollouts: two groups of two, with all that a rollout can hold."""
 
     def make(iteration: int):
         common = {

@@ -27,7 +27,7 @@ RED, BLUE, GREEN = picture("red"), picture("blue", 16, 4), picture("green")
 
 
 def rollouts(group="1/0/p"):
-    """Two of a prompt with two pictures; the second sees a third later, in a tool's result."""
+    """Make two rollouts of two pictures; the second sees a third later, in a tool's result."""
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
     prompt = Prompt("p", chat, [2, 9, 9, 3, 9, 9, 9, 4], {}, "", [RED, BLUE], [1, 4])
     made = []

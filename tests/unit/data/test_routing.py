@@ -13,7 +13,7 @@ from lightning_rl.rollout import Call, Rollout
 
 
 def experts(tokens: int, most: int = 8, seed: int = 0) -> torch.Tensor:
-    """(T, 2, 3), of small numbers, or numbers that take two bytes."""
+    """Return experts (T, 2, 3) of small numbers, or numbers that take two bytes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(most, (tokens, 2, 3), generator=generator, dtype=torch.int16)
 

@@ -1,4 +1,4 @@
-"""A rollout of several rows: packed row by row, compared and averaged as one."""
+"""Test a rollout of several rows: packed row by row, compared and averaged as one."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from tests.support.doubles import EXACT, doubled
 
 @pytest.fixture
 def cut(make_rollout):
-    """Two groups of two; the first rollout's four tokens as one row, or as rows of these sizes."""
+    """Make two groups of two; the first rollout's four tokens are a row, or rows of these sizes."""
 
     def make(*sizes: int) -> list[Rollout]:
         first = make_rollout([5, 6], [7, 8, 9, 1], reward=1.0)
@@ -85,7 +85,7 @@ def test_a_selection_keeps_its_episodes_apart(cut):
 
 
 def test_roles_are_compared_among_themselves(make_rollout):
-    """By hand: the solvers got 1 and 0, the critics 0.5 and 0.25."""
+    """The solvers got 1 and 0, the critics 0.5 and 0.25; advantages are worked out by hand."""
     group = []
     for index, (solver, critic) in enumerate([(1.0, 0.5), (0.0, 0.25)]):
         rollout = make_rollout([5], [7, 1], reward=9.0, sample_index=index)

@@ -1,4 +1,4 @@
-"""What two recordings of a run are compared by: what rollouts mean, and bits by their values."""
+"""Test how two recordings of a run are compared: rollouts by meaning, and bits by value."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ WEIGHTS = {"a": torch.zeros(2), "b": torch.ones(2)}
 
 
 def recorded(folder, rollout=SAMPLED, weights=WEIGHTS, metrics=None, batch=None):
-    """A recording of one iteration, as a run leaves it."""
+    """Return a recording of one iteration, as a run leaves it."""
     folder.mkdir()
     (folder / "prepared.json").write_text("{}")
     row = {"batch": digests(batch or {}), "metrics": metrics or {"reward/mean": 1.0}}
@@ -44,7 +44,7 @@ def recorded(folder, rollout=SAMPLED, weights=WEIGHTS, metrics=None, batch=None)
 
 
 def first(**changes):
-    """The first row with other values."""
+    """Return the first row with other values."""
     return {"rows": [replace(FIRST, **changes), FURTHER]}
 
 

@@ -32,7 +32,7 @@ def tokenizer(tiny_model):
 
 @pytest.fixture
 def many(monkeypatch):
-    """A few rows count as many."""
+    """Let a few rows count as many."""
     monkeypatch.setattr(shaping, "KEPT_FROM", 10)
 
 
@@ -107,7 +107,7 @@ def test_a_small_file_that_holds_gigabytes_is_refused_before_it_is_read(
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
-    """As in a home that is read-only; the data themselves can be read."""
+    """A home may be read-only; the data themselves can be read."""
     (tmp_path / "home").write_text("no folder")
     cache = tmp_path / "home" / "datasets"
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)

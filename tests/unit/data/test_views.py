@@ -1,4 +1,4 @@
-"""Views of the packed batch, taken by torchrl itself: its buffers and its GAE."""
+"""Test views of the packed batch, taken by torchrl itself: its buffers and its GAE."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from lightning_rl.rollout import RolloutStatus
 
 @pytest.fixture
 def rollouts(random_rollouts):
-    """Four groups of three, with holes in their masks."""
+    """Return four groups of three, with holes in their masks."""
     rollouts = random_rollouts(3)
     for i, rollout in enumerate(rollouts):
         rollout.completion = f"answer {i}"

@@ -1,4 +1,4 @@
-"""The cache of rows that are written side by side, as models of transformers use it."""
+"""Test the cache of rows that are written side by side, as models of transformers use it."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Kept texts: a turn that continues one reads what is new, and gets what it would have got."""
+"""Test kept texts: a turn that continues one reads what is new, and gets what it would have got."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def weights(tiny_model):
 
 @pytest.fixture
 def start(tiny_model, weights, tmp_path_factory):
-    """An engine whose tokens no rounding decides, in float64."""
+    """Start an engine whose tokens no rounding decides, in float64."""
 
     def build(kept_tokens, **options) -> LotEngine:
         directory = tmp_path_factory.mktemp("skeleton")
@@ -41,7 +41,7 @@ def start(tiny_model, weights, tmp_path_factory):
 
 @pytest.fixture
 def read(monkeypatch):
-    """The columns and rows of tokens that a model was given, call by call."""
+    """Return the columns and rows of tokens that a model was given, call by call."""
     shapes, compute = [], Decoder.compute
 
     def noted(decoder, rows, cache, **inputs):
@@ -53,7 +53,7 @@ def read(monkeypatch):
 
 
 def chat(engine, turns: int, between=lambda turn: None):
-    """Four chats side by side, whose turns are answered by one to four tokens; all completions."""
+    """Run four chats side by side, with answers of one to four tokens; return completions."""
 
     async def play():
         texts, told = [list(text) for text in CHATS], []
@@ -105,7 +105,7 @@ def test_little_room_keeps_the_last(start, read):
 
 @pytest.mark.parametrize("version", [3, 4])
 def test_a_push_leaves_nothing_of_the_weights_before(start, weights, version):
-    """Also one of the same version: another policy may have it."""
+    """A push of the same version does so, too: another policy may have it."""
     other = {name: w * 1.25 for name, w in weights.items()}
 
     def push(engine):

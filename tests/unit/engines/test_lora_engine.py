@@ -1,4 +1,4 @@
-"""One LoRA policy: when an engine keeps its adapters apart, and what it then writes."""
+"""Test one LoRA policy: when an engine keeps its adapters apart, and what it then writes."""
 
 import logging
 import math
@@ -141,7 +141,7 @@ def test_a_data_module_tells_its_engine_of_the_lora(tiny_model):
 
 @pytest.mark.parametrize("kind", [MemoryTransport, CheckpointTransport])
 def test_it_writes_what_the_trainer_computes(tiny_model, tmp_path, kind):
-    """rsLoRA: scaled by 6 / sqrt(9). The base comes once, and again after the engine lost it."""
+    """rsLoRA scales by 6 / sqrt(9). The base comes once, and again after the engine lost it."""
     lora = LoRA(rank=9, alpha=6.0, options={"use_rslora": True})
     policy, engine = Policy(str(tiny_model), lora=lora), started(tiny_model, 9)
     transport = kind(**({"directory": str(tmp_path)} if kind is CheckpointTransport else {}))

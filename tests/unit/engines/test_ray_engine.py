@@ -1,4 +1,4 @@
-"""RayEngine before there is a cluster: what it refuses. With one: tests/integration/test_ray.py."""
+"""RayEngine before there is a cluster: what it refuses. tests/integration/test_ray.py has one."""
 
 import sys
 

@@ -61,7 +61,7 @@ def test_without_being_asked_none_are_recorded(mixture):
 
 @pytest.mark.parametrize("max_batch_size", [256, 2])
 def test_with_them_the_trainer_computes_the_engines_logprobs(mixture, make_rollout, max_batch_size):
-    """Whoever joins whom: with the experts of other tokens they would be far off."""
+    """Prompts may join in any order: with the experts of other tokens they would be far off."""
     engine = started(mixture, routed_experts=True, max_batch_size=max_batch_size)
     batch = packed(PROMPTS, generate(engine, PROMPTS, SAMPLING), make_rollout)
     engine.close()
@@ -77,7 +77,7 @@ def test_with_them_the_trainer_computes_the_engines_logprobs(mixture, make_rollo
 
 
 def test_in_bfloat16_a_replay_takes_the_jumps_out_of_the_gap(mixture, make_rollout):
-    """Where experts are nearly even, rounding decides which jumps, and how far: so tokens count."""
+    """Rounding decides which near-even experts jump, and how far, so the test counts tokens."""
     engine = started(mixture, routed_experts=True, dtype="bfloat16")
     prompts = [[3 + n % 10, 3 + n // 10 % 10, 2 + n // 100] for n in range(200)]
     batch = packed(prompts, generate(engine, prompts, SAMPLING), make_rollout)
@@ -97,7 +97,7 @@ def test_in_bfloat16_a_replay_takes_the_jumps_out_of_the_gap(mixture, make_rollo
 
 
 def test_tokens_keep_the_experts_that_wrote_them_when_weights_change(engine, mixture):
-    """What new weights read again has new keys and values; its logprobs are of the old ones."""
+    """New weights bring new keys and values for tokens read again; logprobs are the old ones."""
     decoder = engine._decoder(engine._lm)
     assert isinstance(decoder, RoutedDecoder)
     rows = [DecodeRequest(engine, list(p), Sampling(max_tokens=6), Random(0)) for p in PROMPTS]

@@ -26,7 +26,7 @@ ANSWERS = {
 
 
 async def vllm(scope, receive, send):
-    """As much of vLLM as a replica asks for before it serves."""
+    """Imitate as much of vLLM as a replica asks for before it serves."""
     if scope["type"] == "lifespan":
         return
     known = scope["path"] in ANSWERS

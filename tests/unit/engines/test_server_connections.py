@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    """The URL of such a server in a process of its own, with its own files."""
+    """Yield the URL of such a server in a process of its own, with its own files."""
     command = [sys.executable, "-m", "tests.support.plain_server"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         yield process.stdout.readline().strip()
@@ -37,7 +37,7 @@ def elsewhere():
 
 @asynccontextmanager
 async def replica_of(served, connections, seconds=60.0):
-    """``served`` is a server of this process, or the URL of another."""
+    """Make a replica; ``served`` is a server of this process, or the URL of another."""
     async with nullcontext(served) if isinstance(served, str) else served.at() as url:
         limits = Timeouts(10.0, seconds, seconds)
         replica = HTTPReplica(url, "", None, False, limits, connections=connections)

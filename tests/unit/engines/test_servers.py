@@ -1,14 +1,12 @@
-"""vLLM servers without vLLM: their processes, commands, answers and refusals."""
+"""Test vLLM servers without vLLM: their processes, commands, answers and refusals."""
 
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import urllib.error
 import urllib.request
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
 import pytest
@@ -34,6 +32,7 @@ from lightning_rl.errors import (
     WeightSyncError,
 )
 from tests.support.engine_checks import processes_of, wait_for
+from tests.support.serving import Loopback, Quiet, serving
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -63,14 +62,14 @@ def test_a_workers_error_keeps_its_class():
     assert str(error) == "http://a: x.safetensors cannot be read: no"
     assert type(refusal("a", "/b", 500, "WeightSyncError: odd")) is WeightSyncError
     assert str(refusal("a", "/b", 404, "gone")) == "a/b answered 404: gone"
-    # What a server answers between its engine's death and its own: another one may.
+    # A server answers so between its engine's death and its own: another one may.
     dead = '{"error":{"message":"EngineCore encountered an issue. See stack trace (above)..."}}'
     assert type(refusal("a", "/b", 500, dead)) is ReplicaLost
     assert type(refusal("a", "/b", 500, "Internal Server Error")) is ServerRefusal
 
 
 def test_servers_on_one_machine_have_cores_of_their_own(monkeypatch):
-    """vLLM itself would bind each of them to the same."""
+    """vLLM itself would bind each of them to the same cores."""
     bind = "VLLM_CPU_OMP_THREADS_BIND"
     monkeypatch.delenv(bind, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -125,20 +124,12 @@ def stranger():
     """Answers every request with the status and body that a test puts into ``says``."""
     says = {"status": 200, "body": b"<html></html>"}
 
-    class Stranger(BaseHTTPRequestHandler):
+    class Stranger(Quiet):
         def do_GET(self):
-            self.send_response(says["status"])
-            self.send_header("Content-Length", str(len(says["body"])))
-            self.end_headers()
-            self.wfile.write(says["body"])
+            self.send(says["status"], says["body"])
 
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Stranger) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", says
-        server.shutdown()
+    with serving(Loopback(Stranger)) as server:
+        yield server.url, says
 
 
 @pytest.mark.parametrize(

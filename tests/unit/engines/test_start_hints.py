@@ -1,4 +1,4 @@
-"""vLLM's errors at start name our keys, and none that has no effect."""
+"""Test that vLLM's errors at start name our keys, and none that has no effect."""
 
 import pytest
 

@@ -36,7 +36,7 @@ def request(writer, prompt, count, seed) -> DecodeRequest:
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_logprobs_are_those_of_the_whole_text(name, tmp_path, in_double):
-    """Of rows of all lengths, that begin as one, join, leave, and are read anew."""
+    """Rows of all lengths begin as one, join, leave, and are read anew."""
     directory = saved(WRITTEN[name](), tmp_path)
     lm, plain = (
         hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).double().eval()

@@ -1,4 +1,4 @@
-"""Supervision: who of an engine's replicas serves."""
+"""Test Supervision: who of an engine's replicas serves."""
 
 import asyncio
 

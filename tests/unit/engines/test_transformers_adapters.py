@@ -40,7 +40,7 @@ def engine(skeleton):
 
 
 def test_a_layer_that_is_adapted_no_more(engine, tiny_model):
-    """As where another run trains fewer layers: what the last one brought there is gone."""
+    """Another run may train fewer layers: what the last one brought there is gone."""
     trainers = Trainers(tiny_model, engine)
     trainers.push("prover", 3)
     fewer = Policy(str(tiny_model), lora=LoRA(rank=2, target_modules=["o_proj"]))

@@ -1,4 +1,4 @@
-"""TransformersEngine: its draws, its batches, and weights that come while it writes.
+"""Test TransformersEngine: its draws, its batches, and weights that come while it writes.
 
 What it does as every engine does is in tests/integration/test_engine_contract.py.
 """
@@ -96,7 +96,7 @@ def test_generating_leaves_torchs_random_state_alone(engine, start):
 
 
 def test_weights_are_taken_one_at_a_time(start, weights):
-    """As they come where they are sharded, or a LoRA is merged."""
+    """Sharded weights and merged LoRAs come so."""
     seen = []
 
     def made():
@@ -163,7 +163,7 @@ def test_closing_ends_a_request_with_an_error(start):
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path, file):
-    """As vLLM does, and as scoring takes it: a chat model has several."""
+    """vLLM and scoring do so, too: a chat model has several."""
     model = shutil.copytree(tiny_model, tmp_path / "model")
     said = json.loads((model / file).read_text())
     (model / file).write_text(json.dumps(said | {"eos_token_id": [1, 5]}))
@@ -185,7 +185,7 @@ def test_it_ends_with_any_end_token_of_the_model(tiny_model, weights, tmp_path, 
 
 
 def sizes_of_batches(engine, monkeypatch, gaps):
-    """Requests that arrive one by one, so many turns of the loop apart; how many joined at once."""
+    """Send requests one by one, so many turns apart; return how many joined at once."""
     sizes, join = [], Decoder.join
 
     def counted(decoder, rows):
@@ -227,7 +227,7 @@ def test_a_batch_waits_no_longer_than_it_may(start, monkeypatch):
 
 
 def staggered(engine, prompts, sampling):
-    """Request ``seed`` comes ``seed`` turns of the loop after the first."""
+    """Send request ``seed``, ``seed`` turns of the loop after the first."""
 
     async def run():
         tasks = []

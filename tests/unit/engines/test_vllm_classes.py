@@ -27,7 +27,7 @@ class Compiled:
 
 
 def decorate(vllm_model, cls, *, compiled):
-    """As vLLM's: another base, constructor and call, which need its configuration."""
+    """Decorate as vLLM does: another base, constructor and call, which need its configuration."""
     begin = cls.__init__
 
     def __init__(self, size):

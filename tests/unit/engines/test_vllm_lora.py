@@ -1,4 +1,4 @@
-"""Workers that cannot keep a LoRA apart."""
+"""Test workers that cannot keep a LoRA apart."""
 
 from types import SimpleNamespace as Namespace
 

@@ -1,7 +1,7 @@
 """VLLMLocal beside a trainer on GPUs, with both of them faked: devices, arguments, side effects.
 
 What is faked is ``torch.cuda`` (each thread's current device, all generators) and vLLM's engine.
-With a real engine on CPUs: tests/integration/test_vllm_engine.py.
+tests/integration/test_vllm_engine.py has a real engine on CPUs.
 """
 
 import os
@@ -33,7 +33,7 @@ from lightning_rl.sync.schedule import FixedSchedule
 
 
 class FakeCUDA:
-    """Two GPUs. As in CUDA, each thread begins on the first one."""
+    """Fakes two GPUs. As in CUDA, each thread begins on the first one."""
 
     def __init__(self):
         self._thread = threading.local()

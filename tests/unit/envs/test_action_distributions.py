@@ -1,4 +1,4 @@
-"""Our distributions of actions against torch's."""
+"""Test our distributions of actions against torch's."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def drawn(*shape, seed=0):
 
 
 def made(kind, seed):
-    """A distribution of ours over 5 places, and torch's."""
+    """Return a distribution of ours over 5 places, and torch's."""
     if kind == "categorical":
         logits = drawn(5, 4, seed=seed)
         return Categorical(logits), TorchCategorical(logits=logits)

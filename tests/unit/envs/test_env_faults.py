@@ -1,4 +1,4 @@
-"""Environments that do what they should not: each is one message, and none stops who waits."""
+"""Test environments that do what they should not: each is one message, and none stops who waits."""
 
 import logging
 import os
@@ -177,7 +177,7 @@ def test_a_hanging_environment_is_named_with_its_line(release, where, monkeypatc
 
 @pytest.fixture
 def ctrl_c():
-    """Ctrl-C raises in the main thread, also where tests were started in the background."""
+    """Let Ctrl-C raise in the main thread, also where tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

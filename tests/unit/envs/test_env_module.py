@@ -1,4 +1,4 @@
-"""What Lightning and processes ask of a module and its agents."""
+"""Test what Lightning and processes ask of a module and its agents."""
 
 import re
 

@@ -28,7 +28,7 @@ class Telling(MLPBody):
 
 
 class Scored(RLCallback):
-    """How far logprobs of what was done, before the first step of an update, are from the noted."""
+    """Measures how far logprobs before an update's first step are from the noted ones."""
 
     def __init__(self):
         self.gaps = []

@@ -1,4 +1,4 @@
-"""Batches of environments in torchrl's own parts, and torchrl's losses in our modules."""
+"""Test batches of environments in torchrl's own parts, and torchrl's losses in our modules."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from torchrl.objectives import ClipPPOLoss, SACLoss
 from torchrl.objectives.value import GAE
 
 from lightning_rl import EntropyBonus, PPOClip
-from lightning_rl.callbacks import RLCallback
 from lightning_rl.envs import (
     ActorCriticModule,
     EnvDataModule,
@@ -27,8 +26,8 @@ from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import ValueLoss, as_torchrl, pack_rollouts
 from tests.support.env_agents import agent_for
-from tests.support.small_run import trainer_of
-from tests.support.torchrl_losses import DISCRETE, built, compare, loss_of, rows
+from tests.support.small_run import Rows, trainer_of
+from tests.support.torchrl_losses import DISCRETE, Values, built, compare, loss_of, rows
 
 WALK = Gym("tests.support.worlds:Walk-v0")
 
@@ -117,15 +116,6 @@ def test_torchrls_buffer_and_advantages_take_it():
     )
 
 
-class Values(nn.Module):
-    def __init__(self, agent):
-        super().__init__()
-        self.agent = agent
-
-    def forward(self, observation):
-        return self.agent.values({"observation": observation}).unsqueeze(-1)
-
-
 def test_torchrls_ppo_takes_it():
     batch, _, _ = batch_of(WALK)
     actor = ProbabilisticActor(
@@ -191,21 +181,11 @@ def test_it_is_our_own_ppo_where_both_say_the_same():
     torch.testing.assert_close(loss_of(theirs, agent, own), loss_of(ours, agent, own))
 
 
-class Seen(RLCallback):
-    """Metrics of each iteration."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
-
-
 def test_a_run_learns_with_it(tmp_path):
     module = ActorCriticModule(
         loss=TorchRLLoss("torchrl.objectives.ClipPPOLoss", {"clip_epsilon": 0.1}), seed=0
     )
-    seen = Seen()
+    seen = Rows()
     data = EnvDataModule(WALK, num_envs=4, frames_per_iteration=64, iterations_per_epoch=2, seed=0)
     trainer_of(tmp_path, [seen]).fit(module, datamodule=data)
     assert {"policy/objective_loss", "policy/critic_loss", "policy/kl_old"} <= seen.rows[-1].keys()

@@ -194,7 +194,7 @@ def test_clips_begin_where_they_should(clips, places):
 
 
 def test_values_of_a_memory_go_on_behind_the_batch():
-    """What follows the last step is valued with the memory of all steps before it."""
+    """The value after the last step follows the memory of all steps before it."""
     agent = built(DISCRETE, body=GRUBody(hidden=8), share_body=True)
     seen = torch.randn(2, 7, 3).double()
     states, state = [], agent.begin(2).double()

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 
 from lightning_rl.envs import (
     ActorCritic,
@@ -18,7 +17,7 @@ from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.rows import rows_of
 from lightning_rl.errors import ConfigError
 from tests.support import worlds  # registers the environments
-from tests.support.small_run import trainer_of
+from tests.support.small_run import Rows, trainer_of
 
 WALK = Gym(f"{worlds.__name__}:Walk-v0")
 """Episodes of 3 to 8 steps; with 8 they are cut."""
@@ -48,7 +47,7 @@ def test_which_steps_are_of_short_episodes(done, carried, least, expected):
 
 
 def batch_of(env, least, envs=4, steps=40):
-    """A batch as the data module marks it, its agent, and the episodes that ended in it."""
+    """Return a batch as the data module marks it, its agent, and the episodes that ended."""
     made = collector_of(env, None, 60.0)
     made.start(0, 0, envs)
     torch.manual_seed(0)
@@ -103,14 +102,6 @@ def test_what_is_skipped_teaches_nothing(env, least):
     for one, other in zip(before, gradient(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     assert any(bool(g.any()) for g in before)
-
-
-class Rows(Callback):
-    def __init__(self):
-        self.rows = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 def trained(module, env, tmp_path, least):

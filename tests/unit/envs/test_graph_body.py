@@ -35,7 +35,7 @@ def body(**options) -> GraphBody:
 
 
 def observations(batch: int = 5) -> dict[str, torch.Tensor]:
-    """Two graphs of four nodes, of which the second's last is padding."""
+    """Return two graphs of four nodes, of which the second's last is padding."""
     exists = torch.ones(batch, NODES)
     exists[:, -1] = 0
     edges = torch.zeros(batch, NODES, NODES)
@@ -131,7 +131,7 @@ def test_graphs_that_differ_are_told_apart_in_the_whole():
 def test_a_node_is_named_that_is_like_the_last():
     head = NodeHead("last", alike=6.0)
     head.build(4 * 2, Discrete(3))
-    # Of the whole two features, then of the nodes; the last named is node 0, and 2 is like it.
+    # The whole has two features, then the nodes; the last named is node 0, and 2 is like it.
     features = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 3.0, 0.0]])
     made = head(features, {"last": torch.tensor([[1.0, 0.0, 0.0]])})
     # Its cosines are 1, 0 and 1; the score itself begins next to zero.

@@ -1,4 +1,4 @@
-"""GymCollector: what a batch holds, what follows its steps, and how a run goes on."""
+"""Test GymCollector: what a batch holds, what follows its steps, and how a run goes on."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_a_batch_holds_what_happened():
     assert (steps["terminated"] == (places[..., 0] + moves >= 5)).all()
     cut = steps["done"] & ~steps["terminated"]
     assert cut.any()
-    # What no step of the same episode follows: ends, cuts, and the last of each environment.
+    # No step of the same episode follows ends, cuts, and the last of each environment.
     expected = steps["done"].clone()
     expected[:, -1] = True
     assert sorted(ends["place"].tolist()) == expected.flatten().nonzero().squeeze(1).tolist()

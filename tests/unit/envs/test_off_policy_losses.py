@@ -1,4 +1,4 @@
-"""What torchrl's losses of DQN and SAC get from our agents, and what they make of it."""
+"""Test what torchrl's losses of DQN and SAC get from our agents, and what they make of it."""
 
 import math
 
@@ -28,7 +28,7 @@ CHAIN = Space({"observation": Observed((2,))}, {"action": Discrete(2)})
 
 
 def steps_of(seen, action, reward, after, terminated):
-    """Steps in torchrl's form, of whatever shape the rewards are."""
+    """Return steps in torchrl's form, of whatever shape the rewards are."""
     over = terminated.unsqueeze(-1)
     following = {"reward": reward.unsqueeze(-1), "done": over, "terminated": over, **after}
     return TensorDict({**seen, "action": action, "next": following}, reward.shape[:1])
@@ -43,7 +43,7 @@ def random_steps(action, *places, count=12):
 
 
 def built(agent, space, gamma=0.5):
-    """The agent and its loss."""
+    """Return the agent and its loss."""
     torch.manual_seed(1)
     agent.build(space)
     return agent, loss_of(agent, gamma)
@@ -106,7 +106,7 @@ def test_actions_that_are_not_allowed_have_no_value(one_hot):
     steps = random_steps(nn.functional.one_hot(action, 4) if one_hot else action)
     allowed = torch.tensor([1, 0, 1, 0], dtype=torch.uint8).expand(12, -1)
     steps["move_mask"] = allowed
-    # Where nothing is allowed any more.
+    # Nothing is allowed any more.
     steps["next", "move_mask"] = allowed * ~steps["next", "terminated"]
     found = loss(steps)["loss"]
     found.backward()

@@ -1,10 +1,9 @@
-"""Runs of DQN and SAC: they learn, and warm up."""
+"""Test runs of DQN and SAC: they learn, and warm up."""
 
 from typing import ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from tensordict import TensorDict
 
 from lightning_rl.envs import (
@@ -20,7 +19,7 @@ from lightning_rl.envs import (
 from lightning_rl.envs.networks.actor_critic import joint_log_prob, sampled
 from lightning_rl.envs.networks.space import Discrete, Observed, Space
 from lightning_rl.extend import LinearSchedule, Periodic
-from tests.support.small_run import trainer_of
+from tests.support.small_run import Rows, trainer_of
 
 
 def small(kind, seed=3, **options):
@@ -44,16 +43,6 @@ def fit(module, datamodule, tmp_path, *callbacks, **options):
     trainer = trainer_of(tmp_path, callbacks, logger=False)
     trainer.fit(module, datamodule, **options)
     return trainer
-
-
-class Rows(Callback):
-    """What each iteration recorded."""
-
-    def __init__(self):
-        self.rows = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 @pytest.mark.parametrize("kind", [QAgent, SACAgent])
@@ -133,7 +122,7 @@ def test_dqn_learns_to_balance(tmp_path):
 
 
 class Signs(EnvCollector):
-    """Two groups, a pair of agents and one alone: a reward for naming the sign that they see.
+    """Rewards naming the sign that they see: two groups, a pair of agents and one alone.
 
     Every step is an episode. The one alone sees two things, of which one is noise.
     """

@@ -67,7 +67,7 @@ def test_adam_is_the_one_of_the_others():
 
 
 def walked(right, steps):
-    """A batch of a walk that goes one way, and an agent to whom a place is worth its number."""
+    """Return a batch of a walk one way, and an agent to whom a place is worth its number."""
     made = GymCollector(Gym(f"{worlds.__name__}:Walk-v0"), None, 60.0)
     made.start(0, 0, 1)
     agent = agent_for(made, body=MLPBody([]))[AGENT]
@@ -107,7 +107,7 @@ def test_nothing_stands_in_where_an_episode_came_to_its_end():
 
 
 def steps_of(agent, critic_error):
-    """Rows that the agent took, with credit that was drawn, and a critic that is far off."""
+    """Return rows that the agent took, with credit that was drawn, and a critic far off."""
     draw = torch.Generator().manual_seed(0)
     observations = {"observation": torch.randn(COUNT, 3, generator=draw).double()}
     with torch.no_grad():
@@ -126,7 +126,7 @@ def steps_of(agent, critic_error):
 
 
 def written_out(agent, rows, seed, jointly, per_minibatch):
-    """CleanRL's update (ppo.py), on minibatches in our order."""
+    """Write out cleanRL's update (ppo.py), on minibatches in our order."""
     actor = [*agent.body.parameters(), *agent.heads.parameters()]
     critic = [*agent.critic_body.parameters(), *agent.value_layer.parameters()]
     optimizer = adam(actor + critic)
@@ -220,7 +220,7 @@ def test_advantages_are_normalised_once_of_the_batch_or_of_each_minibatch():
 
 
 class Rates(RLCallback):
-    """Learning rates that batches were learned from with."""
+    """Records the learning rates of the batches."""
 
     def __init__(self):
         self.rates = []

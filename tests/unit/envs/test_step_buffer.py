@@ -1,4 +1,4 @@
-"""Single steps of batches, the buffer that keeps them, and how agents explore."""
+"""Test single steps of batches, the buffer that keeps them, and how agents explore."""
 
 import math
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ WALKER = SimpleNamespace(
 
 
 def batch():
-    """Two environments, three steps; what is seen is 10 e + t, and 100 more after a step.
+    """Make two environments, three steps; what is seen is 10 e + t, and 100 more after a step.
 
     Environment 0 is cut after its step 1, environment 1 comes to its end after step 0.
     """
@@ -43,7 +43,7 @@ def batch():
 
 
 def rows(*numbers):
-    """Rows that can be told apart."""
+    """Return rows that can be told apart."""
     values = torch.tensor(numbers, dtype=torch.float32)
     return TensorDict({"agent": {"observation": values}}, [len(numbers)])
 
@@ -55,7 +55,7 @@ def sampled(buffer, count):
 
 def test_each_step_knows_what_followed_it():
     own = single_steps(batch(), {"walker": WALKER})["walker"]
-    # By time, then by environment: the oldest first.
+    # The order is by time, then by environment: the oldest first.
     assert own["place"].flatten().tolist() == [0, 10, 1, 11, 2, 12]
     after = own["next", "place"].flatten().tolist()
     # Where it was cut it is what was seen then, not the next episode's begin; nothing follows an

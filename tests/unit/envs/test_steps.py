@@ -1,4 +1,4 @@
-"""Advantages of steps: by hand, against torchrl's GAE, and where episodes end."""
+"""Test advantages of steps: by hand, against torchrl's GAE, and where episodes end."""
 
 import pytest
 import torch

@@ -12,6 +12,7 @@ from lightning_rl.games.protocols.conversation import Conversation
 from lightning_rl.games.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.games.protocols.text_scenario import Instructions, TextScenario
 from lightning_rl.games.protocols.two_provers import Debate, Mnip
+from tests.support.protocols import Panel
 
 ROW = {"n": 3, "label": 0}
 
@@ -33,7 +34,7 @@ def assistant(text):
 
 
 def played(conversation, *answers):
-    """One answer for each turn, whose speaker is alone."""
+    """Play one answer for each turn, whose speaker is alone."""
     for answer in answers:
         [agent] = conversation.asks()
         conversation = conversation.after({agent: answer})
@@ -266,21 +267,6 @@ def test_what_cannot_be_is_refused():
 
 
 # ---------------------------------------------------------------- others that decide
-
-
-class Panel(Protocol):
-    """An advocate speaks in rounds 0 and 2, one judge in 1 and 3, the other in 3."""
-
-    agent_names = ("advocate", "first", "second")
-    deciders = ("first", "second")
-    agent_channel_visibility = tuple((name, "main") for name in agent_names)
-
-    def __init__(self) -> None:
-        super().__init__(4, 1)
-
-    def is_active(self, agent, channel, round, seed=0):
-        now = torch.as_tensor(round)
-        return {"advocate": now % 2 == 0, "first": now % 2 == 1, "second": now == 3}[agent]
 
 
 def test_a_judge_that_has_decided_is_asked_no_more():

@@ -1,4 +1,4 @@
-"""Losses of rollouts that several wrote: what a token counts for, by hand."""
+"""Test losses of rollouts that several wrote: what a token counts for, by hand."""
 
 import math
 from functools import partial
@@ -23,7 +23,7 @@ def tokens(rollout, call, advantage, weight, episode=None, old=-1.0):
 
 
 def derivatives(update, players, logprobs):
-    """Of each player's loss, by the log probabilities of all: the first ones, and the second."""
+    """Differentiate each player's loss by the log probabilities of all, once and twice."""
 
     def loss(number, *given):
         return conversation_losses(update, players, given)[number]
@@ -38,7 +38,7 @@ def derivatives(update, players, logprobs):
 
 
 def test_what_one_is_paid_for_all_have_said_by_hand():
-    # Of rollout 1 the first wrote calls 0 and 2, of rollout 0 call 1, and the second all others.
+    # The first wrote calls 0 and 2 of rollout 1, call 1 of rollout 0; the second all others.
     first = tokens([1, 1, 0], [0, 2, 1], [2.0, 2.0, -1.0], [0.5, 0.5, 0.25])
     second = tokens([0, 1], [0, 1], [3.0, 5.0], [1.0, 1.0])
     slopes, bends = derivatives(LOLA(), [first, second], [torch.full((3,), -1.0), torch.zeros(2)])

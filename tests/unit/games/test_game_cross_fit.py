@@ -17,7 +17,7 @@ PAYS = torch.tensor(
     [[3.0, -1.0, 0.5, 2.0, -1.5, 1.0, 4.0, -2.0], [1.0, 2.5, -3.0, 0.5, 2.0, -1.0, 0.0, 1.5],
      [-1.0, 2.0, 1.5, -2.5, 3.0, 0.5, -0.5, 2.0]]
 ).double()  # fmt: skip
-"""Of three players (or of the first two of them) in each outcome, as a binary number."""
+"""The payoffs of three players, or the first two, in each outcome as a binary number."""
 
 
 def draw():
@@ -31,14 +31,14 @@ def parameters(count):
 
 
 def outcomes(count):
-    """All that the players can do, (2^n, n), and how likely each is."""
+    """Return all that the players can do, (2^n, n), and how likely each is."""
     acts = torch.tensor(list(product((0.0, 1.0), repeat=count))).double()
     chances = LOGITS[:count].sigmoid()
     return acts, (acts * chances + (1 - acts) * (1 - chances)).prod(1)
 
 
 def batches(count, episodes):
-    """Each batch of outcomes' numbers (N,) that can be, and its probability."""
+    """Yield each batch of outcomes' numbers (N,) that can be, and its probability."""
     _, chances = outcomes(count)
     for batch in product(range(len(chances)), repeat=episodes):
         chosen = torch.tensor(batch)
@@ -50,7 +50,7 @@ def order_of(count):
 
 
 def exact(count, order):
-    """The game whose losses are expectations."""
+    """Return the game whose losses are expectations."""
     players = parameters(count)
     acts, _ = outcomes(count)
     logprobs = Bernoulli(logits=torch.cat(players)).log_prob(acts).sum(1)
@@ -59,14 +59,14 @@ def exact(count, order):
 
 
 def sampled_losses(logprobs, chosen):
-    """Of episodes of one step, whose outcomes have ``logprobs`` (N,)."""
+    """Return the losses of one-step episodes, whose outcomes have ``logprobs`` (N,)."""
     advantages = PAYS[:, chosen]
     steps = [LOLA().step_loss(logprobs, {"advantages": a})[0] for a in advantages]
     return [game_loss(step[:, None], torch.zeros_like(step)[:, None]) for step in steps]
 
 
 def twice_differentiated(count, order, chosen):
-    """The game as these episodes have it, by double backward."""
+    """Return the game of these episodes, by double backward."""
     players = parameters(count)
     acts = outcomes(count)[0][chosen]
     logprobs = Bernoulli(logits=torch.cat(players)).log_prob(acts).sum(1)
@@ -96,7 +96,7 @@ class Coin(GamePlayer):
 
 
 def by_scores(count, order, chosen):
-    """The game as these episodes have it, by what players did: the adapters' form."""
+    """Return the game of these episodes by what players did: the adapters' form."""
     acts = outcomes(count)[0][chosen]
     logits = parameters(count)
     players = [Coin(logits[i], acts[:, i], PAYS[i, chosen]) for i in range(count)]
@@ -126,13 +126,13 @@ def made_once(form, count, order, *chosen):
 
 
 def expectation(function, count, episodes):
-    """Of what is made of a batch, over all batches."""
+    """Return the expectation of a function of a batch, over all batches."""
     found = [chance * function(chosen) for chosen, chance in batches(count, episodes)]
     return torch.stack(found).sum(0)
 
 
 def fixed(point, follower, vector):
-    """An answer that knows nothing of the episodes."""
+    """Answer without knowing the episodes."""
     return -0.7 * vector
 
 
@@ -281,7 +281,7 @@ def test_a_bound_that_allows_nothing_is_refused(bound):
 
 
 def test_the_whole_is_the_mean_of_its_parts():
-    """Of three episodes the first part has two."""
+    """The first part has two of three episodes."""
     chosen, vector = torch.tensor([0, 3, 2]), torch.tensor([0.5]).double()
     for form in (twice_differentiated, by_scores):
         whole, cut = form(2, None, chosen), crossed(form, 2, None, chosen, 2)

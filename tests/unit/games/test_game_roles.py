@@ -40,7 +40,7 @@ ORDER = [["first"], ["second"]]
 
 @pytest.fixture(scope="module")
 def conversations(make_rollout):
-    """Rollouts in which the first speaks, the second, and the first again; each is paid apart."""
+    """Make rollouts of the first, the second, and the first again; each is paid apart."""
 
     def make(seed: int = 0, groups: int = 2, group_size: int = 2):
         generator = torch.Generator().manual_seed(seed)
@@ -88,7 +88,7 @@ def batch_of(rollouts, roles=ROLES):
 
 
 def made(tiny_model, double=True, **options):
-    """A module whose adapters are anything but zero."""
+    """Return a module whose adapters are anything but zero."""
     module = module_of(tiny_model, **options)
     module.configure_model()
     torch.manual_seed(1)
@@ -103,7 +103,7 @@ def made(tiny_model, double=True, **options):
 
 @contextmanager
 def plain_attention(lm):
-    """In the one kernel that can be differentiated twice."""
+    """Attend with the one kernel that can be differentiated twice."""
     ours = lm.config._attn_implementation
     lm.set_attn_implementation("sdpa")
     with sdpa_kernel(SDPBackend.MATH):
@@ -113,7 +113,7 @@ def plain_attention(lm):
 
 @pytest.fixture(scope="module")
 def double_model(tiny_model, tmp_path_factory):
-    """One of which no part insists on float32, as others' norms do."""
+    """Make a model of which no part insists on float32, as others' norms do."""
     path = tmp_path_factory.mktemp("neox")
     save_random_model(
         path, AutoTokenizer.from_pretrained(tiny_model), GPTNeoXConfig, vocab_size=16,
@@ -165,7 +165,7 @@ class Compared(GameUpdate):
 
 
 def twice_differentiable(game, update):
-    """The same game, of losses that know the weights."""
+    """Return the same game, of losses that know the weights."""
     logprobs = [plain_logprobs(player) for player in game.players]
     said = [
         written(player.minibatch, logprobs_M.detach())

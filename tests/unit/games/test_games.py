@@ -1,4 +1,4 @@
-"""Updates in games: by hand, against numerical differentiation, and from sampled steps."""
+"""Test updates in games: by hand, against numerical differentiation, and from sampled steps."""
 
 from functools import partial
 
@@ -24,7 +24,9 @@ def point(*values):
 
 
 def tandem(x, y, order=None, rate=0.1):
-    """Each wants to be far, and both that x + y is 0 (Letcher et al. 2019, the tandem game)."""
+    """Return two losses: each wants to be far, and both want x + y = 0 (Letcher et al. 2019, the
+    tandem game).
+    """
     losses = [((x + y) ** 2 - 2 * x).sum(), ((x + y) ** 2 - 2 * y).sum()]
     return Game(losses, [[x], [y]], [rate, rate], order)
 
@@ -66,7 +68,7 @@ def test_weights_of_stable_opponent_shaping_by_hand():
 
 
 def smooth(*players):
-    """Losses of several players without any symmetry."""
+    """Return losses of several players without any symmetry."""
     numbers = torch.arange(1.0, 40.0, dtype=torch.double)
     everything = torch.cat(players)
     size = len(everything)
@@ -80,13 +82,13 @@ def smooth(*players):
 
 
 def numerical(function, at, delta=1e-4):
-    """Central differences of a scalar function of a vector."""
+    """Return central differences of a scalar function of a vector."""
     steps = delta * torch.eye(len(at), dtype=at.dtype)
     return torch.stack([(function(at + s) - function(at - s)) / (2 * delta) for s in steps])
 
 
 def moved(players, which, rate):
-    """Parameters after a gradient step of one player on its own loss."""
+    """Return parameters after a gradient step of one player on its own loss."""
     point = [p.detach().requires_grad_() for p in players]
     return (
         point[which].detach() - rate * torch.autograd.grad(smooth(*point)[which], point[which])[0]
@@ -212,7 +214,7 @@ def test_without_followers_it_is_ones_own_gradient():
 # ---------------------------------------------------------------- steps that were played
 
 PAYS = torch.tensor([[[1.0, -2.0], [0.5, 3.0]], [[-1.0, 2.0], [1.5, 0.0]]]).double()
-"""Of two players, by what the first and the second do."""
+"""The payoffs of two players, by what the first and the second do."""
 
 
 def policies(logits):
@@ -221,7 +223,7 @@ def policies(logits):
 
 
 def expected_losses(first, second):
-    """Of two rounds, each with the last one seen: minus mean payoff per step, exactly."""
+    """Return minus the exact mean payoff per step of two rounds, each of which sees the last."""
     p, q = policies(first).exp(), policies(second).exp()
     at = (p[0].unsqueeze(1) * q[0]).flatten()  # of the four pairs
     pays = PAYS.reshape(2, 4)
@@ -231,7 +233,7 @@ def expected_losses(first, second):
 
 
 def play(first, second, count, seed):
-    """Episodes: states, both players' actions, and rewards to go; the first three (count, 2)."""
+    """Return states, both players' actions, and rewards to go; the first three (count, 2)."""
     generator = torch.Generator().manual_seed(seed)
     tables = [policies(v.detach()).exp() for v in (first, second)]
     state, states, actions = torch.zeros(count, dtype=torch.long), [], []
@@ -266,7 +268,7 @@ def table(seed):
 
 
 def games(count, batches, update):
-    """The exact game, and sampled ones."""
+    """Yield the exact game, and sampled ones."""
     players = [table(1), table(2)]
     lists, rates = [[p] for p in players], [1.0, 1.0]
     exact = Game(expected_losses(*players), lists, rates)
@@ -276,7 +278,7 @@ def games(count, batches, update):
 
 
 def require_unbiased(pairs):
-    """The mean of estimates is the exact value, within their standard errors."""
+    """Require that the mean of estimates is the exact value, within their standard errors."""
     exact, estimates = pairs[0][0], torch.stack([estimate for _, estimate in pairs])
     error = estimates.std(0) / len(estimates) ** 0.5
     seen = error > 0

@@ -1,4 +1,4 @@
-"""SimulationLoss: what adversary and simulator learn from their logits, by hand."""
+"""Test SimulationLoss: what adversary and simulator learn from their logits, by hand."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""LocalJobs: processes that outlive, fail, are killed and cancelled; here they do little."""
+"""Test LocalJobs: processes that outlive, fail, are killed and cancelled; here they do little."""
 
 import asyncio
 import fcntl

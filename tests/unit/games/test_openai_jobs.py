@@ -1,10 +1,9 @@
-"""OpenAIFineTuning against a server that answers as documented, and fails in every way."""
+"""Test OpenAIFineTuning against a server that answers as documented, and fails in every way."""
 
 import asyncio
 import json
 import re
 import sys
-from random import Random
 
 import pytest
 
@@ -15,18 +14,11 @@ from lightning_rl.games.staged.openai_jobs import OpenAIFineTuning
 from lightning_rl.games.staged.training_sets import Demonstrations, Example, Pair, Preferences
 from lightning_rl.rewards.openai_api import APIRefusal
 from lightning_rl.run.retry import ServerError
-from tests.support.openai_server import OpenAIServer, raw, said
-from tests.support.serving import serving
+from tests.support.openai_server import raw, said
 
 JOBS = "POST /v1/fine_tuning/jobs"
 CHATS = "POST /v1/chat/completions"
 ASKED = [{"role": "user", "content": "2 + 2?"}]
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
 
 
 def jobs_of(server, **options) -> OpenAIFineTuning:
@@ -148,19 +140,11 @@ def test_a_refusal_is_told_at_once(server):
     assert server.requests[JOBS] == 1
 
 
-def test_the_wait_that_the_server_asks_for_is_kept(server, monkeypatch):
-    waited, sleep = [], asyncio.sleep
-
-    async def note(seconds):
-        waited.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", note)
-    monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
+def test_the_wait_that_the_server_asks_for_is_kept(server, waits):
     server.fail(JOBS, (429, {"Retry-After": "20"}), (429, {"Retry-After": "40"}), 429)
     with pytest.warns(UserWarning, match="waiting 40 s, as the server asks"):
         create(jobs_of(server, first_wait_s=1.0))
-    first, second, own = waited
+    first, second, own = waits
     assert (first, second) == (20, 40)
     assert 2 <= own <= 4  # 1 s x 2^2, from half to all of it
 
@@ -220,7 +204,7 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_no_answer_is_one_line_and_may_pass(server, name):
     fault, says = FAULTS[name]
-    # Of a request that may be repeated aiohttp makes two, if the first meets a closed connection.
+    # aiohttp makes two of a request that may be repeated, if it meets a closed connection.
     server.fail("GET /v1/fine_tuning/jobs", *[fault] * 4)
     with pytest.raises(ServerError, match=re.escape(says)) as caught:
         create(jobs_of(server, retries=1))

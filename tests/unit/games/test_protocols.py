@@ -1,4 +1,4 @@
-"""Protocols: who speaks when, which decisions count, and what they pay, by hand."""
+"""Test protocols: who speaks when, which decisions count, and what they pay, by hand."""
 
 import pytest
 import torch
@@ -10,10 +10,11 @@ from lightning_rl.games.protocols.single_prover import Adp, Nip, SoloVerifier
 from lightning_rl.games.protocols.text_scenario import TextScenario
 from lightning_rl.games.protocols.two_provers import Debate, MerlinArthur, Mnip
 from lightning_rl.games.protocols.zero_knowledge import ZeroKnowledge
+from tests.support.protocols import Panel
 
 
 def speakers(protocol: Protocol) -> str:
-    """The initials of who speaks in each round, by the schedule."""
+    """Return the initials of who speaks in each round, by the schedule."""
     rounds = torch.arange(protocol.max_message_rounds)
     told = {name: protocol.speaks(name, rounds).tolist() for name in protocol.agent_names}
     return "".join(
@@ -121,7 +122,7 @@ PROVERS = ["prover0", "prover1"]
 
 
 def places(protocol, seed=0):
-    """By agent and channel, the rounds in which the agent is active there."""
+    """Return the rounds in which an agent is active, by agent and channel."""
     rounds = torch.arange(protocol.max_message_rounds)
     return {
         (name, channel): protocol.is_active(name, channel, rounds, seed)
@@ -171,7 +172,7 @@ def test_merlin_or_morgana_speaks_by_the_seed():
 
 
 def speakers_by_seed(protocol, seed):
-    """The last letters of who speaks in each round; the verifier is v."""
+    """Return the last letters of who speaks in each round; the verifier is v."""
     names = {"prover0": "0", "prover1": "1", "verifier": "v"}
     return "".join(
         sign
@@ -349,21 +350,6 @@ def test_an_adversary_plays_one_that_decides_alone():
 # ---------------------------------------------------------------- others that decide
 
 
-class Panel(Protocol):
-    """An advocate speaks in even rounds; of two judges the first is asked in 1, 3; both in 3."""
-
-    agent_names = ("advocate", "first", "second")
-    deciders = ("first", "second")
-    agent_channel_visibility = tuple((name, "main") for name in agent_names)
-
-    def __init__(self, **options) -> None:
-        super().__init__(4, 1, **options)
-
-    def is_active(self, agent, channel, round, seed=0):
-        now = torch.as_tensor(round)
-        return {"advocate": now % 2 == 0, "first": now % 2 == 1, "second": now == 3}[agent]
-
-
 def test_it_is_over_when_all_have_decided():
     protocol, earlier = Panel(), {}
     told = [({}, 0), ({"first": ACCEPT}, 1), ({}, 2), ({"first": REJECT, "second": ACCEPT}, 3)]
@@ -423,7 +409,7 @@ def test_a_batch_of_panels_is_each_of_them():
 
 
 class Chat(Protocol):
-    """Two talk, and nobody decides."""
+    """Lets two talk, and nobody decide."""
 
     agent_names = ("ann", "bob")
     deciders = ()

@@ -1,8 +1,6 @@
 """The protocol of docs/protocols.md: the same class plays with words, and in an environment."""
 
 import re
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from lightning_rl.games import Conversation, Seat, TextScenario, drawn
 from lightning_rl.games.protocols.base import ACCEPT, REJECT
+from tests.support.pages import as_modules
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocols.md").read_text("utf-8")
 FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTALL))
@@ -17,15 +16,9 @@ FILES = dict(re.findall(r'```python title="(\w+)\.py"\n(.*?)```', PAGE, re.DOTAL
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """The page's files, as modules."""
-    place = tmp_path_factory.mktemp("mine")
-    for name, code in FILES.items():
-        (place / f"{name}.py").write_text(code)
-    sys.path.insert(0, str(place))
-    yield {name: import_module(name) for name in FILES}
-    sys.path.remove(str(place))
-    for name in FILES:
-        del sys.modules[name]
+    """Yield the page's files, as modules."""
+    with as_modules(FILES, tmp_path_factory.mktemp("mine")) as modules:
+        yield modules
 
 
 def test_it_is_as_long_as_the_page_says():

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from lightning_rl import LoRA
 from lightning_rl.algos.advantages import GAE
-from lightning_rl.callbacks import LogprobGapGuard, RLCallback, SkipUpdate, ZeroAdvantageGuard
+from lightning_rl.callbacks import LogprobGapGuard, SkipUpdate, ZeroAdvantageGuard
 from lightning_rl.config.hints import parse
 from lightning_rl.data.batch import token_rows
 from lightning_rl.engines import TransformersEngine
@@ -21,25 +21,15 @@ from lightning_rl.rollout import Row
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.support.small_run import adamw, grpo
+from tests.support.small_run import Rows, adamw, grpo
 from tests.support.two_roles import group, roles_module
 
 ROLES = ("first", "second")
 
 
-class Rows(RLCallback):
-    """Of metrics."""
-
-    def __init__(self) -> None:
-        self.rows = []
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
-
-
 @pytest.fixture(scope="module")
 def two_roles(random_rollouts):
-    """Rollouts of two rows, one for each role, which are paid differently."""
+    """Make rollouts of two rows, one for each role, which are paid differently."""
 
     def make(seed: int):
         pairs = zip(random_rollouts(seed), random_rollouts(seed + 100), strict=True)
@@ -60,7 +50,7 @@ def batches_of(two_roles, roles=ROLES, count=3):
 
 
 def alone(rollouts, role: str):
-    """The rows of one role, as rollouts of their own."""
+    """Return the rows of one role, as rollouts of their own."""
     found = []
     for rollout in rollouts:
         [row] = [row for row in rollout.rows if row.role == role]
@@ -180,7 +170,7 @@ def test_a_guard_acts_on_the_policy_that_broke_its_bound(tiny_model, train_on, t
 
 
 def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_roles):
-    """All that one of two policies writes is paid alike, as by a verifier that accepts it all."""
+    """A verifier that accepts everything pays all that one of two policies writes alike."""
     module, config = roles_module(tiny_model), yaml.safe_load(no_signal_left())
     [guard] = parse(list[Callback], config["trainer"]["callbacks"])
     assert isinstance(guard, ZeroAdvantageGuard)
@@ -199,7 +189,7 @@ def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_r
 
 
 def no_signal_left() -> str:
-    """The configuration that the page of guards has for this."""
+    """Return the configuration that the page of guards has for this."""
     section = (
         Path("docs/guards.md")
         .read_text(encoding="utf-8")

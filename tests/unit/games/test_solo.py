@@ -1,4 +1,4 @@
-"""SoloModule: a body learns from labels, and agents in environments begin with it."""
+"""Test SoloModule: a body learns from labels, and agents in environments begin with it."""
 
 import json
 
@@ -54,7 +54,7 @@ def fit(module, data, tmp_path, **options):
 
 
 def trained(tmp_path, body=None, **options):
-    """A checkpoint."""
+    """Train and return a checkpoint."""
     module = SoloModule(ClassHead(3), body if body is not None else MLPBody([16], "relu"))
     trainer = fit(module, SoloDataModule(poles(), seed=0), tmp_path, **options)
     trainer.save_checkpoint(tmp_path / "solo.ckpt")
@@ -80,7 +80,7 @@ def test_it_learns_labels_and_tells_of_each_class(tmp_path):
 
 
 def test_metrics_are_of_all_rows_of_an_epoch(tmp_path):
-    """Batches of 100 and 56 rows: means over rows, not over batches."""
+    """The batches have 100 and 56 rows: means are over rows, not over batches."""
     module = SoloModule(ClassHead(3), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     data = SoloDataModule(poles(), val=poles(), batch_size=100)
     told = fit(module, data, tmp_path).callback_metrics

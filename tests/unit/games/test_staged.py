@@ -1,4 +1,4 @@
-"""StagedTrainer: every stage once, every job once, wherever it was interrupted."""
+"""Test StagedTrainer: every stage once, every job once, wherever it was interrupted."""
 
 import json
 
@@ -6,15 +6,7 @@ import pytest
 
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.errors import ConfigError, FineTuneError
-from tests.support.openai_server import OpenAIServer
-from tests.support.serving import serving
 from tests.support.staged_runs import group_of, numbers, staged
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
 
 
 def rows_of(directory) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Expert iteration and MALT on trees made by hand."""
+"""Test expert iteration and MALT on trees made by hand."""
 
 import random
 from itertools import product
@@ -35,13 +35,13 @@ def say(interaction, number: int = 0, **answers: str) -> Interaction:
 
 
 def verdicts(prover: str, verifier: str, label: int = 1, places=(0, 0), **options) -> Interaction:
-    """A proof and a verdict."""
+    """Return a proof and a verdict."""
     spoken = say(begin(Nip(2), label, **options), places[0], prover=prover)
     return say(spoken, places[1], verifier=verifier)
 
 
 def tree(**decisions: tuple[str, str]) -> list[Interaction]:
-    """Two proofs, and two verdicts on each; accepting is right: +1, rejecting -1."""
+    """Return two proofs, and two verdicts on each; accepting is right: +1, rejecting -1."""
     return [
         verdicts(proof, verdict, places=(i, j))
         for i, (proof, both) in enumerate(decisions.items())
@@ -50,7 +50,7 @@ def tree(**decisions: tuple[str, str]) -> list[Interaction]:
 
 
 def told(proof: str) -> list[dict]:
-    """What the verifier is asked once it has heard a proof."""
+    """Render what the verifier is asked once it has heard a proof."""
     return [{"role": "user", "content": f"You are verifier.\nprover: {proof}"}]
 
 

@@ -1,4 +1,4 @@
-"""What hears of a staged run: loggers, their stores of files, and callbacks; and its name."""
+"""Test what hears of a staged run: loggers, their stores of files, and callbacks; and its name."""
 
 import json
 import os
@@ -12,15 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning_rl.callbacks.artifacts import keep_files
 from lightning_rl.cli import main
 from lightning_rl.games.staged.callbacks import STATE_FILES, StagedCallback
-from tests.support.openai_server import OpenAIServer
-from tests.support.serving import serving
 from tests.support.staged_runs import staged
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
 
 
 class Memory(Logger):
@@ -92,7 +84,7 @@ def test_a_run_goes_on_from_what_a_logger_kept(server, tmp_path):
 
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
-    """W&B without a server: it writes its runs into folders, which `wandb sync` would upload."""
+    """Write W&B runs into folders, without a server; `wandb sync` would upload them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
@@ -207,7 +199,7 @@ def test_callbacks_hear_that_it_failed(server, tmp_path):
 
 
 def configuration(url: str, **options) -> dict:
-    """As the docs write it: classes by their names alone."""
+    """Return a configuration as the docs write it: classes by their names alone."""
     api = {"base_url": url, "api_key_env": None, "first_wait_s": 0.0, "retries": 1}
     prompts = {
         "prover": {"user": "Prove that {number} is {kind}."},

@@ -1,4 +1,4 @@
-"""Staged runs whose server is out, or whose files are damaged: one message, and they go on."""
+"""Test staged runs whose server is out, or whose files are damaged: one message, and they go on."""
 
 import json
 import os
@@ -13,13 +13,6 @@ from lightning_rl.games.staged.state import StagedState
 from tests.support.openai_server import OpenAIServer, said
 from tests.support.serving import serving
 from tests.support.staged_runs import group_of, staged
-
-
-@pytest.fixture
-def server():
-    with serving(OpenAIServer()) as server:
-        yield server
-
 
 OUTAGES = {
     "no chats": ("POST /v1/chat/completions", "drop", "sample_rollouts"),
@@ -113,7 +106,7 @@ STATES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> dict:
-    """The state of a run of one iteration."""
+    """Return the state of a run of one iteration."""
     directory = tmp_path_factory.mktemp("whole")
     with serving(OpenAIServer()) as server:
         staged(directory, server.url, iterations=1).fit()

@@ -98,7 +98,7 @@ SPREAD = json.loads(disturbance.SPREAD.read_text())
 
 @pytest.mark.parametrize("cancelling", [False, True])
 def test_products_move_by_samples_of_the_measured_spread(cancelling):
-    """In units of epsilon times the sum of absolute terms, whatever cancels."""
+    """The unit is epsilon times the sum of absolute terms, whatever cancels."""
     left, right = numbers(300, 64), numbers(64, 300)
     if cancelling:
         left = torch.cat([left[:, :32], left[:, :32]], 1)

@@ -1,4 +1,4 @@
-"""Facts that pages state, and that change with the code: names, counts, sizes."""
+"""Test facts that pages state, and that change with the code: names, counts, sizes."""
 
 import ast
 import inspect
@@ -145,7 +145,7 @@ INVENTED = {
 
 
 def texts() -> list[Path]:
-    """All files in which a reader meets names of modules and files; tests also invent some."""
+    """Return all files in which readers meet names of modules; tests also invent some."""
     folders = ("docs", "recipes", "benchmarks", "install", "lightning_rl")
     kinds = (".md", ".py", ".pyi", ".yaml", ".toml", ".sh")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
@@ -155,14 +155,14 @@ def texts() -> list[Path]:
 
 @cache
 def bound_in(module: Path) -> set[str]:
-    """All names that a module's text binds, wherever it does."""
+    """Return all names that a module's text binds, wherever it does."""
     nodes = list(ast.walk(ast.parse(module.read_text(encoding="utf-8"))))
     aliases = {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
     return aliases | {getattr(n, key) for n in nodes for key in ("name", "id") if hasattr(n, key)}
 
 
 def exists(name: str) -> bool:
-    """Of a dotted name: the module, and the first name after it."""
+    """Tell whether a dotted name exists: the module, and the first name after it."""
     place = ROOT / "lightning_rl"
     for part in name.split(".")[1:]:
         if (place / part).is_dir():

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +14,7 @@ from lightning_rl.config.names import HOME, SURFACES
 from lightning_rl.envs import ActorCritic, ActorCriticModule, EnvDataModule, Gym, MLPBody
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.games import Game
+from tests.support.pages import as_modules
 from tests.support.small_run import adamw, data_module, grpo, trainer_of
 
 PAGES = sorted((Path(__file__).parents[3] / "docs" / "extend").glob("*.md"))
@@ -27,15 +26,9 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory):
-    """The pages' files, as modules by the part they are about."""
-    place = tmp_path_factory.mktemp("mine")
-    for name, code in FILES.items():
-        (place / f"{name}.py").write_text(code)
-    sys.path.insert(0, str(place))
-    yield {name.removeprefix("my_"): import_module(name) for name in FILES}
-    sys.path.remove(str(place))
-    for name in FILES:
-        del sys.modules[name]
+    """Yield the pages' files, as modules by the part they are about."""
+    with as_modules(FILES, tmp_path_factory.mktemp("mine")) as modules:
+        yield {name.removeprefix("my_"): module for name, module in modules.items()}
 
 
 def test_there_is_a_page_for_each_part_on_public_names_alone():
@@ -160,7 +153,7 @@ def test_an_agent_of_ones_own_calls_a_model_as_it_likes(mine, tiny_model, tmp_pa
 
 
 def in_env(place, env, module, iterations):
-    """The mean reward of held-out episodes, before and after a run."""
+    """Return the mean reward of held-out episodes, before and after a run."""
     data = EnvDataModule(
         env, num_envs=8, frames_per_iteration=320, iterations_per_epoch=iterations, eval_episodes=20
     )
@@ -179,7 +172,7 @@ def test_an_environment_a_head_and_a_turn_of_ones_own(mine, tmp_path, monkeypatc
     module = ActorCriticModule(agents={"agent": agent}, optimizer=adamw(0.01))
     in_env(tmp_path, Gym("my_env:Thermostat-v0"), module, iterations=2)
     taught = module.agents["agent"]
-    # Of two actions each keeps a chance of a tenth, whatever is seen.
+    # Each of two actions keeps a chance of a tenth, whatever is seen.
     chances = taught.act({"observation": torch.linspace(-9, 9, 7).unsqueeze(1)})[0]["action"].logits
     assert float(chances.exp().min()) >= 0.1
     torch.testing.assert_close(chances.exp().sum(1), torch.ones(7))
@@ -191,7 +184,7 @@ def test_a_loop_of_ones_own_learns(mine, tmp_path, monkeypatch):
     before, after = in_env(
         tmp_path, Gym("my_env:Thermostat-v0"), mine["loop"].ImitateBest(share=0.3), iterations=12
     )
-    # Whatever weights it begins with: some are at -18 already, most at -299.
+    # This holds whatever weights it begins with: some are at -18 already, most at -299.
     assert before < after
     assert after > -16
 

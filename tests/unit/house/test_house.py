@@ -1,4 +1,4 @@
-"""The floor plan: who may import whom, and a picture of it that is the code's."""
+"""Test the floor plan: who may import whom, and a picture of it that is the code's."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""setup.cfg, the disk, the pins and what a built wheel and sdist hold agree with each other."""
+"""Test that setup.cfg, the disk, the pins, and a built wheel and sdist agree with each other."""
 
 import configparser
 import os
@@ -20,7 +20,7 @@ from tests.support.packaged import (
 from tests.support.reports import git
 
 RECIPES = "lightning_rl.recipes"
-"""Where a wheel has recipes/: files to copy, of which nothing is imported there."""
+"""The place of recipes/ in a wheel: files to copy, of which nothing is imported there."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_messages_and_pages_name_installs_that_work(config: configparser.ConfigP
                 found = re.findall(r"pip install ((?:'[^']+' ?)+)", text)
                 named |= {name for names in found for name in re.findall(r"'([^']+)'", names)}
                 assert not re.search(r"pip install [\"']?lightning_rl", text), path
-    # Of environments of their own: the first two are checked in test_doctor.py.
+    # These are of environments of their own: the first two are checked in test_doctor.py.
     named -= {"verifiers>=0.4", "{wanted}", "ray[default]>=2.50,<3"}
     assert len(named) >= 6
     assert named - declared == set()

@@ -1,4 +1,4 @@
-"""What the documentation shows is there, compiles and can be read by the commands.
+"""Test that what the documentation shows exists, compiles, and can be read by the commands.
 
 Whether it builds and runs is seen in tests/integration/test_docs.py.
 """
@@ -160,7 +160,7 @@ def test_an_error_is_as_shown(block, tiny_model, tmp_path, monkeypatch, capsys):
 
 
 def slug(heading: str) -> str:
-    """The anchor that MkDocs and GitHub give a heading."""
+    """Return the anchor that MkDocs and GitHub give a heading."""
     return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
 
 

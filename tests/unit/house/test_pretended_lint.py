@@ -1,4 +1,4 @@
-"""Where tensors are made: a factory that does not say may make one on another device."""
+"""Find where tensors are made: a factory that names no device may use another one."""
 
 import ast
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ CHECKED = [
 
 
 def silent_factories(source: str) -> Iterator[tuple[str, int]]:
-    """Function and line of each call of a torch factory without ``device``."""
+    """Yield function and line of each call of a torch factory without ``device``."""
     for function in ast.walk(ast.parse(source)):
         if not isinstance(function, ast.FunctionDef):
             continue

@@ -1,4 +1,4 @@
-"""The seconds of each test file, and the slow tests that a change touches."""
+"""Test the seconds of each test file, and the slow tests that a change touches."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_durations_are_read_as_they_were_written(tmp_path):
 
 @pytest.fixture
 def modules(tmp_path, monkeypatch):
-    """A checkout: two slow files of tests and a fast one, which import by different ways."""
+    """Make a checkout: two slow files of tests and a fast one, with different ways to import."""
     files = {
         "lightning_rl/a.py": "",
         "lightning_rl/b.py": "import lightning_rl.a\n",

@@ -105,7 +105,7 @@ def test_so_is_the_precision_of_sixteen_bits(tiny_model, random_rollouts):
 
 
 def gradient(policy, batch, weights, budget: int):
-    """Of -w A log p, pack by pack; ``weights`` gives those of a pack."""
+    """Return the gradient of -w A log p, pack by pack; ``weights`` gives those of a pack."""
     policy.zero_grad()
     for rows in split_packs(batch, budget):
         pack = select(batch, rows)

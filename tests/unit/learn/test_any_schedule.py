@@ -1,4 +1,4 @@
-"""Any of torch's learning-rate schedules, and what is none, before a run steps it."""
+"""Test any of torch's learning-rate schedules, and what is none, before a run steps it."""
 
 import warnings
 from functools import partial

@@ -1,4 +1,4 @@
-"""Packs sized by memory, on a GPU that is made up: what it has free, and what a pass takes."""
+"""Test packs sized by memory, on a GPU that is made up: what it has free, and what a pass takes."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ KB = 1_000
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """What was asked of it: packs' tokens. A pass takes 300 KB, and 5 KB a token."""
+    """Fake a GPU; return the tokens of its packs. A pass takes 300 KB, and 5 KB a token."""
     asked: list[int] = []
 
     def peak(compute, pack, device):

@@ -24,7 +24,7 @@ CUTS = {"one": (8, 1), "two": (4, 2), "uneven": (3, 2), "single": (1, 8)}
 
 
 def run(kind, model, tmp_path, batch_size, accumulate, callbacks=(), **options):
-    """Metrics by iteration, and the weights at the end."""
+    """Run; return metrics by iteration, and the weights at the end."""
     torch.manual_seed(0)  # a reward model's head is drawn
     module, data = LEARNERS[kind](model, ROWS, batch_size, **options)
     rows = {}
@@ -41,7 +41,7 @@ def run(kind, model, tmp_path, batch_size, accumulate, callbacks=(), **options):
 
 
 def require_same(ours, theirs, within=1e-9):
-    """Metrics and weights, but for rounding in float64."""
+    """Require the same metrics and weights, but for rounding in float64."""
     (rows, weights), (expected, wanted) = ours, theirs
     assert rows.keys() == expected.keys()
     for number, row in expected.items():
@@ -77,7 +77,7 @@ def test_a_short_last_window_counts_as_what_it_has(tiny_model, tmp_path, in_doub
 
 
 def test_a_schedule_of_accumulation_is_followed(tiny_model, tmp_path, in_double):
-    """Steps of 8 rows in the first epoch, of 4 in the second."""
+    """The steps have 8 rows in the first epoch, and 4 in the second."""
     schedule = GradientAccumulationScheduler({0: 2, 1: 1})
     ours, _ = run("sft", tiny_model, tmp_path, 4, 1, [schedule])
     assert sorted(ours) == [1, 2, 3, 4, 5, 6]
@@ -89,7 +89,7 @@ def test_a_schedule_of_accumulation_is_followed(tiny_model, tmp_path, in_double)
 
 
 def test_the_held_out_loss_is_the_mean_over_all_tokens(tiny_model, tmp_path, in_double):
-    """By hand: 1 row of 5 tokens and 3 of 2 are 11 tokens, in batches of 3 and 1."""
+    """One row of 5 tokens and 3 of 2 are 11 tokens, in batches of 3 and 1."""
     rows = [{"prompt": "1=", "completion": text} for text in ("2222", "3", "4", "5")]
     module = rl.SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
     data = rl.SFTDataModule(IterablePrompts(rows), IterablePrompts(rows), batch_size=3)

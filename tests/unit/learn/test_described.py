@@ -1,4 +1,4 @@
-"""What a checkpoint tells of a run that a script put together."""
+"""Test what a checkpoint tells of a run that a script put together."""
 
 import inspect
 

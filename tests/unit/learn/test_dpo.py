@@ -1,4 +1,4 @@
-"""DPO: the loss by hand, pairs from files and from recorded rollouts, and that it learns."""
+"""Test DPO: the loss by hand, pairs from files and from recorded rollouts, and that it learns."""
 
 import json
 import math
@@ -12,9 +12,9 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.dpo import DPOModule, PairDataModule, RolloutPairs, dpo
-from lightning_rl.models.policy import load_tokenizer
 from tests.support.doubles import EXACT, doubled
 from tests.support.small_run import fit
+from tests.support.supervised import load_in_double, plain_logprob
 
 
 def test_loss_by_hand():
@@ -64,25 +64,15 @@ def test_a_checkpoint_of_a_lora_leaves_its_base_to_the_models_files(tiny_model, 
 
 
 def test_margins_equal_plain_transformers(tiny_model, in_double):
-    """The pair's loss, computed from each completion alone by a plain forward."""
+    """A plain forward of each completion alone gives the pair's loss."""
     module = DPOModule(str(tiny_model), beta=0.7)
     data = PairDataModule(IterablePrompts(PAIRS[:5]), batch_size=5)
-    tokenizer = load_tokenizer(str(tiny_model))
-    data.train.load(tokenizer)
-    data._tokenizer = tokenizer
-    module.configure_model()
-    module.double()
+    tokenizer = load_in_double(module, data)
     with torch.no_grad():
         for parameter in module.policy.lm.parameters():
             nn.init.normal_(parameter, std=0.2)  # away from the reference
     loss, pairs = module.sums(doubled(data.collate(data.rows(data.train))))["loss"]
     assert pairs == 5
-
-    def total(lm, prompt, completion):
-        ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
-        start = len(tokenizer(prompt)["input_ids"])
-        logprobs = lm(input_ids=ids).logits[0].log_softmax(-1)
-        return logprobs[start - 1 : -1].gather(-1, ids[0, start:, None]).sum()
 
     policy, reference = module.policy.lm, module.reference.policy.lm
     for lm in (policy, reference):
@@ -90,7 +80,8 @@ def test_margins_equal_plain_transformers(tiny_model, in_double):
     expected = []
     for row in PAIRS[:5]:
         margins = [
-            total(lm, row["prompt"], row["chosen"]) - total(lm, row["prompt"], row["rejected"])
+            plain_logprob(lm, tokenizer, row["prompt"], row["chosen"])
+            - plain_logprob(lm, tokenizer, row["prompt"], row["rejected"])
             for lm in (policy, reference)
         ]
         expected.append(-nn.functional.logsigmoid(0.7 * (margins[0] - margins[1])))

@@ -1,4 +1,4 @@
-"""An optimizer of bitsandbytes, whose state has 8 bits, as a configuration names it."""
+"""Test an optimizer of bitsandbytes, whose state has 8 bits, as a configuration names it."""
 
 import io
 
@@ -27,7 +27,7 @@ MODEL = {
 
 @pytest.fixture(scope="module")
 def make():
-    """What a configuration makes of its text."""
+    """Build what a configuration makes of its text."""
     parser = LightningArgumentParser()
     parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
     module = parser.instantiate_classes(parser.parse_object({"model": MODEL})).model
@@ -36,7 +36,7 @@ def make():
 
 
 def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
-    """One whose state has 8 bits, and one that is too small for that."""
+    """Return a parameter whose state has 8 bits, and one that is too small for that."""
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(*shape, generator=generator) for shape in ((80, 64), (7,)))
     return [nn.Parameter(x.to(dtype)) for x in drawn]

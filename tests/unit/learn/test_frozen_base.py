@@ -12,7 +12,7 @@ from lightning_rl.models.reference import PeriodicReference
 
 
 class Holder(nn.Module):
-    """Two policies in a module, as those of roles."""
+    """Holds two policies in a module, as those of roles."""
 
     def __init__(self, *policies):
         super().__init__()

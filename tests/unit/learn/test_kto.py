@@ -1,4 +1,4 @@
-"""KTO: the loss by hand and as TRL has it, examples from files, and that it learns."""
+"""Test KTO: the loss by hand and as TRL has it, examples from files, and that it learns."""
 
 import math
 
@@ -9,9 +9,9 @@ from torch import nn
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.kto import KTODataModule, KTOModule, kto
-from lightning_rl.models.policy import load_tokenizer
 from tests.support.doubles import EXACT, doubled
 from tests.support.small_run import fit
+from tests.support.supervised import load_in_double, plain_logprob
 
 
 def test_loss_by_hand():
@@ -41,15 +41,11 @@ def test_first_loss_is_a_half_and_training_separates_the_kinds(tiny_model, tmp_p
 
 @pytest.mark.parametrize("towards", [1.0, -1.0])
 def test_the_loss_is_trls_of_plain_transformers(tiny_model, in_double, towards):
-    """TRL's formula on logprobs of each completion alone, with a KL above 0, and one cut at 0."""
+    """TRL's formula takes each completion's logprobs alone, with a KL above 0, and one cut at 0."""
     weights = {"desirable_weight": 0.75, "undesirable_weight": 1.5}
     module = KTOModule(str(tiny_model), beta=0.3, **weights)
     data = KTODataModule(IterablePrompts(ROWS[:5]), batch_size=5)
-    tokenizer = load_tokenizer(str(tiny_model))
-    data.train.load(tokenizer)
-    data._tokenizer = tokenizer
-    module.configure_model()
-    module.double()
+    tokenizer = load_in_double(module, data)
     policy, reference = module.policy.lm, module.reference.policy.lm
     moved = (policy, reference) if towards > 0 else (reference, policy)
     with torch.no_grad():
@@ -63,12 +59,10 @@ def test_the_loss_is_trls_of_plain_transformers(tiny_model, in_double, towards):
         lm.set_attn_implementation("eager")
 
     def log_ratio(prompt, completion):
-        ids = torch.tensor([tokenizer(prompt + completion)["input_ids"] + [tokenizer.eos_token_id]])
-        start, found = len(tokenizer(prompt)["input_ids"]), []
-        for lm in (policy, reference):
-            logprobs = lm(input_ids=ids).logits[0].log_softmax(-1)
-            found.append(logprobs[start - 1 : -1].gather(-1, ids[0, start:, None]).sum())
-        return found[0] - found[1]
+        ours, theirs = (
+            plain_logprob(lm, tokenizer, prompt, completion) for lm in (policy, reference)
+        )
+        return ours - theirs
 
     rows = ROWS[:5]
     previous = [rows[-1], *rows[:-1]]

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose optimizer steps float32 copies."""
+"""Test weights in bfloat16 whose optimizer steps float32 copies."""
 
 import copy
 import logging
@@ -23,7 +23,7 @@ from lightning_rl.learn.precision import (
 
 
 def weights(dtype: torch.dtype) -> list[nn.Parameter]:
-    """Of size 0.02 and 1, exact in bfloat16."""
+    """Return weights of size 0.02 and 1, exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     drawn = (s * torch.randn(3, 40, generator=generator) for s in (0.02, 1.0))
     return [nn.Parameter(x.bfloat16().to(dtype)) for x in drawn]

@@ -1,4 +1,4 @@
-"""What is infinite or NaN: refused as a setting, bounded in a ratio, kept from the weights."""
+"""Test infinite and NaN values: refused as a setting, bounded in a ratio, kept from the weights."""
 
 import math
 import re
@@ -118,7 +118,7 @@ LOSSES = [*public_losses(), rl.PPOClip(dual_clip=3.0)]
 
 
 def gradient_of(loss, log_ratio: float, advantage: float):
-    """Value and gradient of one token, in float32, whose policy moved by ``log_ratio`` nats."""
+    """Return value and gradient of a float32 token, whose policy moved by ``log_ratio`` nats."""
     logprobs = torch.tensor([-1.0], requires_grad=True)
     tokens = TensorDict(
         {
@@ -170,7 +170,7 @@ def test_estimators_of_the_kl_far_from_the_reference():
 
 
 def test_one_absurd_rollout_ruins_nothing(tiny_model, train_on, random_batch):
-    """Engine logprobs of -200, taken for those of the old policy: ratios of exp(199)."""
+    """Engine logprobs of -200 are taken for the old policy's: ratios of exp(199)."""
     module = grpo(tiny_model, trust_engine_logprobs=True, advantage=rl.DrGRPO())
     batch = random_batch(41)
     batch["tokens", "rollout_logprobs"][: int(batch["rollouts", "length"][0])] = -200.0

@@ -1,4 +1,4 @@
-"""Rows of a data set: with pictures they are read when they are needed."""
+"""Test rows of a data set: with pictures they are read when they are needed."""
 
 import json
 
@@ -19,7 +19,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def prompts(tmp_path, tokenizer):
-    """Two rows with a picture, and one without."""
+    """Return two rows with a picture, and one without."""
     decode(picture(1)).save(tmp_path / "1.png")
     shown = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "What?"}]
     lines = [

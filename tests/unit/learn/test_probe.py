@@ -1,4 +1,4 @@
-"""The probe after a sync: what it lets pass, when it asks again, and what it catches."""
+"""Test the probe after a sync: what it lets pass, when it asks again, and what it catches."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def gap(*by_prompt) -> Gap:
 
 
 def judge(first, second=None, dtype="bfloat16", max_gap=None):
-    """Whether it asked again; without ``second`` it must not."""
+    """Tell whether the probe asked again; without ``second`` it must not."""
     asked = []
 
     def again():
@@ -104,7 +104,7 @@ def test_the_simulation_judges_as_the_probe_does():
 
 
 def test_the_simulated_gaps_are_the_published_ones():
-    """By order statistics of 3,916 draws; the t's own 95% is 0.113 and its median largest 0.477."""
+    """The t's own 95% is 0.113 and its median largest 0.477, by order statistics of 3,916 draws."""
     random = np.random.default_rng(0)
     drawn = benchmark.GOOD[0].draw(np.full((100, 1), 0.0426), 3916, random)[:, 0]
     assert np.quantile(drawn, 0.95) == pytest.approx(0.113, rel=0.01)

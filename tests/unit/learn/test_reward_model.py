@@ -50,7 +50,7 @@ def batch(tiny_model) -> TensorDict:
 
 
 def test_loss_and_gradient_are_those_of_trl(tiny_model, batch):
-    """As ``RewardTrainer.compute_loss`` of TRL 1.17 does it, on transformers' own classifier."""
+    """The reference is TRL 1.17's ``RewardTrainer.compute_loss`` on transformers' classifier."""
     module = RewardModelModule(str(tiny_model), centering=0.01)
     module.configure_model()
     module.double()
@@ -141,7 +141,7 @@ def test_a_lora_trains_adapters_and_the_head_and_its_checkpoint_holds_these(tiny
     module, trainer = fitted()
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     assert {name for name in trained if ".lora_" not in name} == {"policy.lm.score.weight"}
-    # Of two layers with seven linear layers each, the head not among them.
+    # The two layers have seven linear layers each, the head not among them.
     assert len(trained) == 2 * 7 * 2 + 1
     files = dict(load_lm(str(tiny_model), Loading()).base_model.named_parameters())
     for name, weight in module.policy.lm.base_model.named_parameters():
@@ -160,7 +160,7 @@ def test_a_lora_trains_adapters_and_the_head_and_its_checkpoint_holds_these(tiny
 
 @pytest.fixture
 def chats(tmp_path):
-    """A chat model whose template ends with a newline, and whose padding is its end token."""
+    """Return a chat model with a newline after its template and its end token as padding."""
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>", eos="<|im_end|>", template=CHATML)
     tokenizer.pad_token = "<|im_end|>"
     save_random_model(tmp_path / "chat", tokenizer)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by hand."""
+"""Test learning-rate schedules by hand."""
 
 import math
 
@@ -10,7 +10,7 @@ from lightning_rl.learn.schedulers import WarmupConstant, WarmupCosine, WarmupLi
 
 
 def rates(make, steps: int) -> list[float]:
-    """Learning rates of the first steps, at a base of 1."""
+    """Return learning rates of the first steps, at a base of 1."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = make(optimizer)
     seen = []

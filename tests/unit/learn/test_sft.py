@@ -1,4 +1,4 @@
-"""SFTModule: the warm start lowers its loss, on the right tokens."""
+"""Test SFTModule: the warm start lowers its loss, on the right tokens."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_training_lowers_the_loss(tiny_model, tmp_path):
     module = SFTModule(str(tiny_model), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2))
     rows, held_out = IterablePrompts(ROWS[:-8]), IterablePrompts(ROWS[-8:])
     data = SFTDataModule(rows, val=held_out, batch_size=16)
-    # Of later epochs rounding would decide: this step size is a large one.
+    # Rounding would decide later epochs: this step size is a large one.
     trainer, losses = fit(module, data, tmp_path, max_epochs=5)
     assert losses[0] > math.log(16)  # worse than guessing
     assert losses[-1] < 0.5 * losses[0]

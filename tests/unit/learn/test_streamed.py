@@ -1,4 +1,4 @@
-"""Streamed updates: the same as unstreamed ones, or refused, or given up."""
+"""Test streamed updates: the same as unstreamed ones, or refused, or given up."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ from tests.support.doubles import EXACT, doubled
 from tests.support.grouped import grouped
 from tests.support.lots import LotEngine
 from tests.support.mixtures import saved_mixture
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import cut_in_two
 from tests.support.tolerances import rounding
 
@@ -52,7 +52,7 @@ GROUPS, GROUP_SIZE = 5, 4
 
 @pytest.fixture
 def in_double(in_double, monkeypatch):
-    """Streamed groups too, as the batches of these tests are."""
+    """Stream groups in float64, too, as the batches of these tests are."""
     monkeypatch.setattr(
         "lightning_rl.learn.streamed.pack_rollouts",
         lambda *given: doubled(pack_rollouts(*given)),
@@ -127,7 +127,7 @@ ALGORITHMS = {
 
 
 def fitted_both_ways(tiny_model, rollouts, streaming, **options):
-    """Metrics and module of one iteration, streamed by ``streaming(module, groups)``, and not."""
+    """Fit one iteration streamed by ``streaming(module, groups)``, and not; return both."""
     modules = []
     for stream_first in (True, False):
         torch.manual_seed(0)  # of a critic's first weights
@@ -139,6 +139,10 @@ def fitted_both_ways(tiny_model, rollouts, streaming, **options):
     return modules
 
 
+def in_chunks(module, groups):
+    stream(module, groups, [[3, 1], [0], [4, 2]])
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_double, name):
     rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
@@ -148,9 +152,6 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
         for rollout in rollouts[::GROUP_SIZE]:
             rollout.trained, rollout.sampling = False, SamplingDistribution(temperature=0.0)
         rollouts = [r for group in groups_of(rollouts) for r in ReMax().finish(group)]
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (expected, theirs) = fitted_both_ways(
         tiny_model, rollouts, in_chunks, **ALGORITHMS[name]
@@ -166,9 +167,6 @@ def test_an_update_is_the_same_streamed_or_not(tiny_model, random_rollouts, in_d
 def test_rollouts_of_several_rows_are_streamed_too(tiny_model, random_rollouts, in_double, name):
     rollouts = random_rollouts(1, groups=GROUPS, group_size=GROUP_SIZE)
     rollouts = [cut_in_two(r) if n % 3 else r for n, r in enumerate(rollouts)]
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (_, theirs) = fitted_both_ways(
         tiny_model, rollouts, in_chunks, **ALGORITHMS[name]
@@ -192,9 +190,6 @@ def test_turns_have_the_same_credit_streamed_or_not(tiny_model, random_rollouts,
         rollout.calls = rollout.model_calls()
         for number, call in enumerate(rollout.calls):
             call.reward, call.state = number / 8, f"state {number % 2}"
-
-    def in_chunks(module, groups):
-        stream(module, groups, [[3, 1], [0], [4, 2]])
 
     (measured, ours), (_, theirs) = fitted_both_ways(tiny_model, rollouts, in_chunks, **TURNS[name])
     assert differences(ours, theirs) <= EXACT
@@ -328,17 +323,15 @@ def test_a_batch_that_is_more_than_its_groups_is_refused(
         trainer_of(tmp_path).fit(module, data)
 
 
-class Watching(RLCallback):
-    """Rollouts and metrics of every iteration."""
+class Watching(Rows):
+    """Records rollouts and metrics of every iteration."""
 
     def __init__(self) -> None:
-        self.rollouts, self.rows = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts):
         self.rollouts.append([(r.id, r.seed, r.token_ids, r.reward) for r in rollouts])
-
-    def on_iteration_end(self, trainer, pl_module, metrics):
-        self.rows.append(metrics)
 
 
 def run(tiny_model, tmp_path, collector, callbacks=(), **options):
@@ -378,7 +371,7 @@ def test_what_a_callback_decides_is_done(tiny_model, tmp_path):
 
 
 class Stops(Exception):
-    """On purpose."""
+    """An error that a test raises on purpose."""
 
 
 class Breaks(LotEngine):
@@ -418,7 +411,7 @@ def test_a_run_that_broke_in_the_middle_of_a_stream_goes_on(tiny_model, tmp_path
 
 
 def test_the_routing_of_streamed_scores_is_replayed(tmp_path, random_rollouts, in_double):
-    """As if the batch had been scored as a whole."""
+    """The result is the same as if the batch had been scored as a whole."""
     model = saved_mixture("qwen3_moe", tmp_path)
     rollouts = random_rollouts(2, groups=GROUPS, group_size=GROUP_SIZE)
     columns = []

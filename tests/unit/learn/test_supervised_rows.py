@@ -1,4 +1,4 @@
-"""Rows of supervised training: what people write, read alike by all learners and by RL.
+"""Test rows of supervised training: what people write, read alike by all learners and by RL.
 
 The matrix: each learner, kind of row and chat template. The tokens are those of the template's own
 rendering, the mask is that of the template's ``{% generation %}`` where it has one, and the prompt
@@ -20,20 +20,13 @@ from lightning_rl.learn.reward_model import RewardModelModule, RewardPairDataMod
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
 from lightning_rl.models.reward_model import scored_text
 from lightning_rl.models.tokenizer import load_tokenizer
+from tests.support.chats import TOOL
 from tests.support.small_run import fit
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
 
 TEMPLATES = ("qwen2_5", "qwen3", "llama3_1", "gemma", "mistral", "deepseek_r1_distill")
 ASK = {"role": "user", "content": "2 + 2?"}
 MORE = {"role": "user", "content": "And 1 more?"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
-    },
-}
 GENERATION = """\
 {%- for m in messages -%}
 <|im_start|>{{ m.role }}
@@ -50,7 +43,7 @@ def said(text, **more):
 
 
 def rows_of(kind, tokenizer):
-    """A row of a kind for each learner: its columns, and a better and a worse completion."""
+    """Return a row for each learner: its columns, and a better and a worse completion."""
     ask, end = [ASK], ends_of(tokenizer).turn
     kinds = {
         "text": ({"prompt": ask}, "4.", "5."),
@@ -81,7 +74,7 @@ KINDS = (*KINDS, "prefilled", "prefilled messages", "tools", "variables")
 
 
 def loaded(data, tokenizer):
-    """The prompt of a row as a learner reads it, and what the learner makes of it."""
+    """Return the prompt of a row as a learner reads it, and what the learner makes of it."""
     data._tokenizer = tokenizer
     prompts = data.train
     prompts.imply(data.implied())
@@ -91,7 +84,7 @@ def loaded(data, tokenizer):
 
 
 def learned(tokenizer, kind):
-    """The better completion of one row as SFT, KTO, DPO and the reward model read it."""
+    """Return the better completion of one row as SFT, KTO, DPO and the reward model read it."""
     columns, good, bad = rows_of(kind, tokenizer)
     one = IterablePrompts([{**columns, "completion": good, "label": True}])
     two = IterablePrompts([{**columns, "chosen": good, "rejected": bad}])
@@ -238,7 +231,7 @@ def test_what_cannot_be_read_is_named(row, match):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Qwen2.5's chats on a model of 2048 positions."""
+    """Make a model of 2048 positions with Qwen2.5's chats."""
     directory = tmp_path_factory.mktemp("model")
     save_chat_model(directory, "qwen2_5")
     return directory

@@ -1,4 +1,4 @@
-"""Which architectures packed scoring is exact for; what cannot be scored exactly is refused."""
+"""Test which architectures are scored exactly in packs, and that others are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which experts ranks have together, and what they cannot; gradients of several meshes."""
+"""Test which experts ranks share, and which they cannot, and gradients of several meshes."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,10 @@ from lightning_rl.learn.gradients import clip_gradients, norm_of, scale_gradient
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.parallel.expert import experts_of, require_experts, spread
 from lightning_rl.models.parallel.sharding import shared_dim
-from lightning_rl.models.parallel.strategy import ShardedStrategy
 from lightning_rl.models.parallel.tensor import TensorRanks
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, Row
 from tests.support.mixtures import KINDS, SIGMOIDS, saved_mixture
-from tests.support.small_run import trainer_of
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
 
 
@@ -110,19 +108,8 @@ def test_ranks_with_the_same_experts_share_whole_ones_or_rows():
         dim(8)
 
 
-def test_the_strategy_knows_its_sizes(tmp_path):
-    with pytest.raises(ConfigError, match="expert=0 must be >= 1"):
-        ShardedStrategy(expert=0)
-    with pytest.raises(ConfigError, match="tensor=2, expert=2: matrices of a mixture"):
-        ShardedStrategy(tensor=2, expert=2)
-    strategy = ShardedStrategy(expert=2)
-    trainer_of(tmp_path, devices=3, strategy=strategy, logger=False)
-    with pytest.raises(ConfigError, match="expert=2 does not divide the run's 3 processes"):
-        strategy.setup_environment()
-
-
 def test_gradients_are_clipped_as_torch_does():
-    """Those of several meshes: tests/integration/test_layouts.py."""
+    """The gradients of several meshes are tested by tests/integration/test_layouts.py."""
     parameters = [nn.Parameter(torch.ones(*shape).double()) for shape in ((3,), (2, 2))]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 2.0)

@@ -23,7 +23,7 @@ PROMPTS = [[3, 4, 2], [5], [6, 7, 8, 9, 10, 2], [3, 4, 2]]
 
 @pytest.fixture(scope="module", params=[*KINDS, *SIGMOIDS])
 def mixture(request, tmp_path_factory):
-    """A random mixture of this kind, and its tokenizer."""
+    """Return a random mixture of this kind, and its tokenizer."""
     return saved_mixture(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -107,7 +107,7 @@ def test_all_linear_adapts_attention(tmp_path):
 
 
 def test_scores_do_not_depend_on_order_or_packs(mixture, random_rollouts):
-    """In float32, but where a router is of two minds: of random weights it never is."""
+    """A router of random weights is never of two minds in float32."""
     policy, batch = Policy(str(mixture)), pack_rollouts(random_rollouts(0))
     together = policy.score(batch.clone(), "together", 10_000)["tokens", "together"]
     apart = policy.score(batch.clone(), "apart", 8)["tokens", "apart"]
@@ -121,7 +121,7 @@ def test_scores_do_not_depend_on_order_or_packs(mixture, random_rollouts):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_and_trainer_agree_on_the_same_weights(mixture, dtype, make_rollout):
-    """In bfloat16 a router may choose otherwise; of other weights the mean gap is above 2."""
+    """A router may choose otherwise in bfloat16; the mean gap of other weights is above 2."""
     engine = TransformersEngine(device="cpu", dtype=dtype)
     engine.start(mixture)
     policy = Policy(str(mixture))

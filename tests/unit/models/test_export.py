@@ -16,7 +16,7 @@ from lightning_rl.models.pretrained import model_of
 
 
 def warned(call, *args):
-    """What it returns, and its warnings' lines."""
+    """Return a call's result, and the lines of its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call(*args)

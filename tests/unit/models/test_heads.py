@@ -1,4 +1,4 @@
-"""The policy head against a naive float64 implementation, and the value heads."""
+"""Test the policy head against a naive float64 implementation, and the value heads."""
 
 import pytest
 import torch
@@ -123,7 +123,7 @@ def test_the_hand_calculated_case():
 
 
 def test_a_cap_and_a_scale_by_hand():
-    """Products (2, -1), halved and capped at 1: tanh(1) and tanh(-1/2)."""
+    """Products (2, -1), halved and capped at 1, are tanh(1) and tanh(-1/2)."""
     products = torch.tensor([[2.0, -1.0]], dtype=torch.float64)
     slope = LogitMap(scale=0.5, cap=1.0).apply(products)
     high, low = 0.761594155956, -0.462117157260
@@ -148,7 +148,7 @@ def test_mapped_logits_and_all_gradients_match_autograd(logit_map):
     linear, hidden, targets, temperature = problem(True)
     linear, hidden = linear.double(), hidden.detach().double().requires_grad_()
     inputs = [hidden, *linear.parameters()]
-    # As an engine that penalizes what it has seen: of tokens 0 to 6 those before each.
+    # An engine penalizes what it has seen: of tokens 0 to 6 those before each.
     ids, begin, end = torch.arange(7), torch.zeros(7, dtype=torch.long), torch.arange(7)
     penalties = Penalties(
         ids, begin, begin, end, torch.full((7,), 1.3), torch.full((7,), 0.2), torch.full((7,), 0.1)
@@ -236,7 +236,7 @@ def test_a_head_that_predicts_no_value_is_left_out_with_a_word(
 
 
 def moved(head):
-    """As after some training, since a head of zeros passes no gradient to the body."""
+    """Move a head as training does, since a head of zeros passes no gradient to the body."""
     nn.init.normal_(head.linear.weight)
     return head
 
@@ -280,7 +280,7 @@ def test_a_separate_body_shares_nothing_with_the_policy(tiny_model, random_batch
 
 @pytest.mark.parametrize("fp32", [False, True])
 def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
-    """Of states in bfloat16 the head itself then rounds no more, forward and backward."""
+    """The head itself then rounds states in bfloat16 no more, forward and backward."""
     policy = Policy(str(tiny_model), loading={"cast_lm_head_to_fp32": fp32})
     batch, head = random_batch(1), policy.lm.get_output_embeddings().weight
     states = []
@@ -306,7 +306,7 @@ def test_logits_in_float32_under_bfloat16(tiny_model, random_batch, fp32):
 
 
 def test_logits_in_float32_of_weights_in_bfloat16(tiny_model, random_batch):
-    """As with ``precision: bf16-true``: exact of the states and weights as they are."""
+    """The result is exact for states and weights as they are with ``precision: bf16-true``."""
     policy = Policy(str(tiny_model), loading={"cast_lm_head_to_fp32": True}).bfloat16()
     batch, states = random_batch(1), []
     policy.lm.model.norm.register_forward_hook(lambda module, args, output: states.append(output))
@@ -342,7 +342,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [7, 2, 1])
 def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, rows):
-    """Not once a chunk; the weight's gradient too is computed in 16 bits and added in 32."""
+    """Chunks do not cast anew; the weight's gradient is computed in 16 bits and added in 32."""
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 11 * rows)
     linear, hidden, targets, temperature = problem(False)
     chunks = -(-7 // rows)
@@ -363,7 +363,7 @@ def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, row
 
 
 def test_chunks_of_a_large_vocabulary_by_device():
-    """16,384 tokens of 151,936 words: 110 rows a chunk on a CPU, 883 on a GPU.
+    """The chunks of 16,384 tokens of 151,936 words have 110 rows on a CPU, 883 on a GPU.
 
     Compiled 220, where logits have 16 bits, since no copy in float32 is made.
     """

@@ -1,4 +1,4 @@
-"""What a pack's layout costs, and long completions, whose attention needs no mask."""
+"""Test what a pack's layout costs, and long completions, whose attention needs no mask."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from lightning_rl.models.attention.varlen import attend, plain_varlen
 
 
 class Cost(TorchDispatchMode):
-    """Operations, and the bytes that they fill."""
+    """Counts operations, and the bytes that they fill."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def cost_of(pack, *used: str) -> tuple[int, int]:
 @pytest.mark.parametrize("used", [(), ("varlen",), ("batches",)])
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_a_layout_is_linear_in_the_tokens(make_rollout, used, group_size):
-    """Of one long rollout, and of two that share a prompt; a mask alone had L (P + L) bytes."""
+    """One long rollout and two that share a prompt: a mask alone had L (P + L) bytes."""
 
     def pack(tokens: int):
         prompt, completion = [3] * (tokens // 4), [4] * (tokens * 3 // 4)
@@ -62,7 +62,7 @@ def test_what_is_not_used_is_not_built(random_batch, used):
 
 
 def attention(layout, fused: bool, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
-    """Outputs and gradients, in float64; values are narrower than keys, as DeepSeek's are."""
+    """Return outputs and gradients, in float64; values are narrower than keys, as DeepSeek's."""
     size, generator = len(layout.input_ids), torch.Generator().manual_seed(1)
     q, k, v = (
         torch.randn(1, *shape, generator=generator, dtype=torch.double, requires_grad=True)
@@ -96,7 +96,7 @@ def test_whole_rollouts_are_attended_as_masked_ones(monkeypatch, random_batch, s
 @pytest.mark.parametrize("most_mask", [20, 10**9])
 @pytest.mark.parametrize("seed", range(3))
 def test_short_segments_are_attended_as_long_ones(monkeypatch, random_batch, seed, most_mask):
-    """With masks and without, where three query heads share a key head and where none does."""
+    """Segments have masks or none, and three query heads share a key head or none does."""
     monkeypatch.setattr(attention_batches, "MAX_MASK", most_mask)
     batch = random_batch(seed, groups=5)
 
@@ -117,7 +117,7 @@ def test_short_segments_are_attended_as_long_ones(monkeypatch, random_batch, see
 
 
 class OneMessage:
-    """As ranks exchange tokens: keys and values go together, and so are of one width."""
+    """Sends keys and values together, as ranks exchange tokens, and so with one width."""
 
     def gather_tokens(self, q, k, v):
         found = torch.cat([k, v], 1)

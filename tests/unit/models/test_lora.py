@@ -1,4 +1,4 @@
-"""LoRA: what trains, what is pushed to engines, what is exported."""
+"""Test LoRA: what trains, what is pushed to engines, what is exported."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    LlamaConfig,
 )
 
+from lightning_rl import NF4, Int8
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.lora_layers import largest_rank, merged_only
@@ -19,14 +19,14 @@ from lightning_rl.models.pretrained import Loading
 from lightning_rl.module import PolicyModule
 from lightning_rl.sync.checkpoint import CheckpointTransport
 from lightning_rl.sync.memory import MemoryTransport
-from tests.support.tiny_models import save_random_model
+from tests.support.tiny_models import save_untied_llama
 from tests.support.tolerances import distance, forward_additions, norm_rounding, scores_rounding
 
 IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
 
 
 def trained(policy: Policy) -> Policy:
-    """As after training: every adapter does something."""
+    """Change a policy as training does: every adapter does something."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -37,13 +37,9 @@ def trained(policy: Policy) -> Policy:
 
 @pytest.fixture(scope="module")
 def untied_model(tiny_model, tmp_path_factory):
-    """A random Llama with an output layer of its own."""
+    """Return a random Llama with an output layer of its own."""
     directory = tmp_path_factory.mktemp("untied")
-    save_random_model(
-        directory, AutoTokenizer.from_pretrained(tiny_model), LlamaConfig, vocab_size=16,
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, initializer_range=0.2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
+    save_untied_llama(directory, tiny_model)
     return directory
 
 
@@ -53,7 +49,7 @@ def model(request, tiny_model, untied_model):
 
 
 def logits(policy: Policy, model) -> torch.Tensor:
-    """The adapted model's own forward, plain attention, adapters as separate layers."""
+    """Return the adapted model's own forward: plain attention, adapters as separate layers."""
     policy.lm.set_attn_implementation("eager")
     with torch.no_grad():
         return policy.lm(input_ids=IDS, use_cache=False).logits
@@ -78,9 +74,12 @@ def test_adapters_are_on_all_linear_layers_but_the_output(model):
     assert len(adapted) == 7 * policy.lm.config.num_hidden_layers
 
 
-def test_only_adapters_train(tiny_model, train_on, random_batch):
+@pytest.mark.parametrize("form", [None, NF4(), Int8()])
+def test_only_adapters_train(tiny_model, train_on, random_batch, form):
     module = PolicyModule(
-        str(tiny_model), lora=LoRA(rank=4), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2)
+        str(tiny_model),
+        lora=LoRA(rank=4, quantization=form),
+        optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2),
     )
     module.configure_model()
     before = {name: p.detach().clone() for name, p in module.policy.named_parameters()}

@@ -15,7 +15,7 @@ IDS = torch.tensor([[3, 4, 5, 6, 7, 8, 2, 9, 1]])
 
 
 def trained(policy: Policy) -> Policy:
-    """As after training: all that may change has changed."""
+    """Change a policy as training does: all that may change has changed."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -26,7 +26,7 @@ def form(request):
 
 @pytest.fixture
 def changed(tiny_model, tmp_path):
-    """A copy of the tiny model whose weights a function changes."""
+    """Return a copy of the tiny model whose weights a function changes."""
 
     def change(function):
         shutil.copytree(tiny_model, tmp_path / "changed")
@@ -76,7 +76,7 @@ def test_it_is_never_whole_in_memory(tmp_path, form, monkeypatch):
     largest = max(p.numel() for p in lm.parameters()) * 4
     assert whole > 15 * largest
     packed = load_lm(str(tmp_path), Loading(), form)
-    # What is packed, and weights of one layer in several forms on the way there.
+    # These are packed, and have weights of one layer in several forms on the way there.
     most = sum(p.nbytes for p in packed.parameters()) + 4 * largest
     del packed
     mapped = (tmp_path / "model.safetensors").stat().st_size  # is counted, but takes no memory

@@ -1,4 +1,4 @@
-"""Scoring under min-p and penalties on what was written: as engines sampled."""
+"""Test scoring under min-p and penalties on what was written: as engines sampled."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ VOCABULARY = 11
 
 
 def naive(logits, target, prompt, written, s: Sampling):
-    """Logprob and entropy in float64, token by token as vLLM's documentation says."""
+    """Return logprob and entropy in float64, token by token as vLLM's documentation says."""
     z = []
     for token, logit in enumerate(logits):
         if token in prompt or token in written:

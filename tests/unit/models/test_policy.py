@@ -17,6 +17,7 @@ from lightning_rl.models.attention import batches as attention_batches, packed a
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.pretrained import load_config
+from tests.support.architectures import scored_alone
 from tests.support.doubles import EXACT
 from tests.support.tolerances import distance, scores_rounding
 
@@ -29,22 +30,6 @@ def policy(tiny_model) -> Policy:
 @pytest.fixture(scope="module")
 def plain(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, attn_implementation="sdpa")
-
-
-def scored_alone(model, rollouts) -> tuple[Tensor, Tensor]:
-    """Logprobs and entropies of all model tokens, with one plain forward per rollout."""
-    logprobs, entropies = [], []
-    for rollout in rollouts:
-        ids = torch.tensor(rollout.prompt.token_ids + rollout.token_ids)
-        start = len(rollout.prompt.token_ids)
-        logits = model(input_ids=ids[None], use_cache=False).logits[0, start - 1 : -1]
-        log_p = (logits / rollout.sampling.temperature).log_softmax(-1)[
-            torch.tensor(rollout.loss_mask)
-        ]
-        targets = ids[start:][torch.tensor(rollout.loss_mask)]
-        logprobs.append(log_p.gather(-1, targets[:, None]).squeeze(-1))
-        entropies.append(-(log_p.exp() * log_p).sum(-1))
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def gradients(model, loss: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Weights in few bits: the numbers they stand for, from their definitions in float64."""
+"""Test weights in few bits: the numbers they stand for, from their definitions in float64."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def linear(rows=48, columns=64, bias=True):
 
 
 def plain_like(layer):
-    """A plain layer with the weight that a quantised one stands for."""
+    """Return a plain layer with the weight that a quantised one stands for."""
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     plain.weight = nn.Parameter(layer.weight, requires_grad=False)
     plain.bias = layer.bias
@@ -107,7 +107,7 @@ def test_zeros_stay_zero(form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_another_dtype_rounds_once(form, dtype):
-    """So that trainer and engine agree, whichever of them casts."""
+    """Trainer and engine therefore agree, whichever of them casts."""
     parts = form.pack(normal(64, 192))
     whole = form.unpack(parts, (64, 192), torch.float32)
     assert torch.equal(form.unpack(parts, (64, 192), dtype), whole.to(dtype))

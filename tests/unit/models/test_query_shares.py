@@ -20,13 +20,13 @@ from tests.support.places import placed
 
 
 def unevenness(shares: list[list[Piece]], before: list[int]) -> float:
-    """The most keys that a place's queries see, over the mean."""
+    """Return the most keys that a place's queries see, over the mean."""
     work = [sum(piece.work(before) for piece in pieces) for pieces in shares]
     return max(work) * len(work) / sum(work)
 
 
 def in_order(lengths: list[int], places: int) -> list[list[Piece]]:
-    """Each place has the tokens after those of the one before it."""
+    """Deal each place the tokens after those of the one before it."""
     room = -(-sum(lengths) // places)
     shares: list[list[Piece]] = [[] for _ in range(places)]
     first = 0
@@ -44,7 +44,7 @@ def test_the_halves_of_a_rollout_by_hand():
     assert [piece.work([0]) for piece in shares[0]] == [1 + 2, 7 + 8]
     assert unevenness(in_order([8], 2), [0]) == 26 / 18
     assert unevenness(shares, [0]) == 1
-    # Of a long one the last of 8 in order has nearly 15/8 of the mean.
+    # The last of 8 places in order has nearly 15/8 of the mean for a long sequence.
     assert unevenness(in_order([4096], 8), [0]) == pytest.approx(15 / 8, abs=0.001)
     assert unevenness(deal([4096], [0], places=8, room=512), [0]) == 1
 
@@ -93,7 +93,7 @@ def test_there_may_be_more_places_than_tokens():
     ],
 )  # fmt: skip
 def test_every_token_has_a_place_and_work_is_even(seed, places, in_turn, dealt):
-    """Of groups with prompts of up to 300 tokens, and completions of which few are long."""
+    """The groups have prompts of up to 300 tokens, and completions of which few are long."""
     rng = random.Random(seed)
     lengths, before = [], []
     for _ in range(6):
@@ -118,7 +118,9 @@ def test_every_token_has_a_place_and_work_is_even(seed, places, in_turn, dealt):
 @pytest.mark.parametrize("masked", [0, 10, 1 << 16])
 @pytest.mark.parametrize("places", [2, 5])
 def test_places_attend_together_as_one_process_does(monkeypatch, random_batch, places, masked):
-    """Outputs and gradients, with masks and without, and by the fused kernel's definition."""
+    """The outputs and gradients agree, with masks and without, and by the fused kernel's
+    definition.
+    """
     monkeypatch.setattr(query_shares, "MASKED", masked)
     monkeypatch.setattr(short_attention, "MOST_KEYS", masked >> 10)  # as where pieces are long
     whole = build_layout(random_batch(2, groups=5))

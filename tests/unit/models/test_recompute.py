@@ -1,4 +1,4 @@
-"""Recomputed layers: the same gradients, whatever they keep and wherever."""
+"""Test recomputed layers: the same gradients, whatever they keep and wherever."""
 
 import weakref
 
@@ -32,7 +32,7 @@ LIKE_TRUE = (
 
 @pytest.fixture(scope="module")
 def pack():
-    """Two groups of four that share prompts, of keys enough for fused attention."""
+    """Pack two groups of four that share prompts, with keys enough for fused attention."""
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     return pack_rollouts(largest_rollouts(prompts, 2, 4, 80))
 

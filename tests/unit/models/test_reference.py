@@ -62,7 +62,7 @@ def test_a_frozen_copy_has_no_critic(tiny_model, random_batch):
 
 @pytest.fixture(scope="module")
 def other_model(tiny_model, tmp_path_factory):
-    """The same architecture with other weights."""
+    """Make the same architecture with other weights."""
     directory = tmp_path_factory.mktemp("other")
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     with torch.no_grad():
@@ -136,7 +136,7 @@ def test_a_frozen_copy_of_a_lora_is_its_base_too(tiny_model, train_on, random_ba
 
 
 def adapted(module):
-    """Adapters that do something, and a critic that predicts something."""
+    """Make adapters that do something, and a critic that predicts something."""
     module.configure_model()
     with torch.no_grad():
         for name, parameter in module.policy.named_parameters():

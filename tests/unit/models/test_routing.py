@@ -1,4 +1,4 @@
-"""Routing: what a mixture's routers choose is heard, and what is given to them is replayed."""
+"""Test routing: what a mixture's routers choose is heard, and what is given to them is replayed."""
 
 import copy
 
@@ -33,7 +33,7 @@ def batch(random_rollouts):
 
 
 def router_logits(policy, rollout):
-    """Of transformers (S, L, E), for a rollout less its last token."""
+    """Return transformers' logits (S, L, E), for a rollout less its last token."""
     lm = copy.deepcopy(policy.lm)
     lm.set_attn_implementation("eager")  # the packed one needs a layout
     ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.token_ids[:-1]]])
@@ -42,7 +42,7 @@ def router_logits(policy, rollout):
 
 
 def require_likeliest(config, experts, logits):
-    """Two experts (S, L, 2) that are as likely as the two likeliest, up to rounding."""
+    """Require that two experts (S, L, 2) are as likely as the two likeliest, up to rounding."""
     assert (experts[..., 0] != experts[..., 1]).all()
     found = logits.gather(-1, experts.long()).sort(-1, descending=True).values
     bound = scores_rounding(config, logits)
@@ -51,7 +51,7 @@ def require_likeliest(config, experts, logits):
 
 @pytest.mark.parametrize("max_tokens", [10_000, 8])
 def test_recorded_experts_are_those_of_transformers(policy, batch, random_rollouts, max_tokens):
-    """In packs of any size, prompts that rollouts share included."""
+    """Packs have any size, and rollouts share prompts."""
     policy.score(batch, "scores", max_tokens, record_routing=True)
     column, begin = batch["tokens", "routed_experts"], 0
     for rollout in random_rollouts(0):
@@ -96,7 +96,7 @@ def test_a_replay_of_its_own_choice_changes_nothing_but_order(policy, batch):
 
 
 def turned(policy, batch):
-    """The batch with each token sent to the experts beside those that the routers choose."""
+    """Return the batch with each token sent to experts beside those that the routers choose."""
     policy.score(batch, "scores", 10_000, record_routing=True)
     count = policy.lm.config.get_text_config()
     count = getattr(count, "num_experts", None) or count.num_local_experts
@@ -106,7 +106,7 @@ def turned(policy, batch):
 
 
 def test_given_experts_compute_with_gates_of_the_routers_own_logits(policy, batch):
-    """Written down anew from the layers of transformers, token by token."""
+    """The test writes transformers' layers down anew, token by token."""
     batch = turned(policy, batch)
     policy.replays = True
     scores = policy(batch)
@@ -240,7 +240,7 @@ def test_routers_that_score_by_a_sigmoid_are_heard_and_replayed(sigmoids, make_r
 
 
 def test_gates_of_given_experts_are_scaled_sigmoids(sigmoids):
-    """Written down anew from the routers of transformers."""
+    """The test writes transformers' routers down anew."""
     config, routing = sigmoids.lm.config, sigmoids.routing
     logits = torch.linspace(-3, 3, 16).reshape(2, 8)
     chosen = torch.tensor([[0, 5], [7, 3]])
@@ -255,13 +255,13 @@ def test_gates_of_given_experts_are_scaled_sigmoids(sigmoids):
 
 
 def test_one_mixture_of_softmax_shares_among_the_chosen_is_known():
-    """As OLMoE's probabilities are, and Qwen3-MoE's shares."""
+    """OLMoE has such probabilities, and Qwen3-MoE such shares."""
     config = hf.OlmoeConfig(**SHAPE, num_experts=4)
     assert routing_of(hf.AutoModelForCausalLM.from_config(config)) is not None
 
 
 def test_experts_of_all_layers_are_taken_where_some_have_none(tmp_path, make_rollout):
-    """As vLLM tells them: of a layer without experts anything."""
+    """vLLM tells anything for a layer without experts."""
     config = KINDS["qwen3_moe"]()
     config.update({"num_hidden_layers": 3, "mlp_only_layers": [1]})
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)

@@ -119,7 +119,7 @@ def test_the_file_is_named(broken, message):
     indirect=["broken"],
 )
 def test_files_are_compared_by_their_headers(broken, message, monkeypatch):
-    """Also without ``accelerate``, with which alone transformers loads without memory."""
+    """The comparison needs no ``accelerate``, without which transformers cannot skip loading."""
     refuse = Mock(side_effect=AssertionError("weights were loaded"))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     with pytest.raises(ConfigError, match=message):

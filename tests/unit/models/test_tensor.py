@@ -1,4 +1,4 @@
-"""What of a model ranks share, and what they cannot; the same numbers in threads."""
+"""Test what of a model ranks share, and what they cannot; the same numbers in threads."""
 
 from copy import deepcopy
 
@@ -60,7 +60,7 @@ def test_one_of_two_has_half_of_the_heads_the_width_and_the_vocabulary(model):
     assert found[f"{layer}self_attn.q_norm.weight"] == (16,)
     assert found[f"{layer}input_layernorm.weight"] == (64,)
     assert found["lm.model.embed_tokens.weight"] == (8, 64)
-    # Of a column-wise layer's adapter B is split, of a row-wise one's A.
+    # B of a column-wise layer's adapter is split, and A of a row-wise one's.
     assert found[f"{layer}self_attn.q_proj.lora_A.default.weight"] == (4, 64)
     assert found[f"{layer}self_attn.q_proj.lora_B.default.weight"] == (32, 4)
     assert found[f"{layer}mlp.down_proj.lora_A.default.weight"] == (4, 32)
@@ -153,12 +153,15 @@ def test_policies_that_cannot_be_split_yet(model, options, message):
         policy.split(TensorRanks(None, 2))
 
 
-def test_the_strategy_knows_its_sizes(tmp_path):
-    with pytest.raises(ConfigError, match="tensor=0 must be >= 1"):
-        ShardedStrategy(tensor=0)
-    strategy = ShardedStrategy(tensor=2)
+@pytest.mark.parametrize("shared", ["tensor", "expert"])
+def test_the_strategy_knows_its_sizes(tmp_path, shared):
+    with pytest.raises(ConfigError, match=f"{shared}=0 must be >= 1"):
+        ShardedStrategy(**{shared: 0})
+    with pytest.raises(ConfigError, match="tensor=2, expert=2: matrices of a mixture"):
+        ShardedStrategy(tensor=2, expert=2)
+    strategy = ShardedStrategy(**{shared: 2})
     trainer_of(tmp_path, devices=3, strategy=strategy, logger=False)
-    with pytest.raises(ConfigError, match="tensor=2 does not divide the run's 3 processes"):
+    with pytest.raises(ConfigError, match=f"{shared}=2 does not divide the run's 3 processes"):
         strategy.setup_environment()
 
 

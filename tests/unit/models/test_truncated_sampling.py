@@ -20,7 +20,7 @@ VOCABULARY = 23
 
 
 def naive(logits: Tensor, target: int, temperature: float, top_k: int, top_p: float, banned=()):
-    """Logprob and entropy of one token in float64, from a list of what may be sampled.
+    """Return logprob and entropy of one token in float64, from a list of what may be sampled.
 
     The target belongs to it in any case. Gradients flow to ``logits``.
     """
@@ -124,9 +124,9 @@ def check_scores(linear, hidden, targets, settings, no_end, ends, lost):
 
 
 def by_hand(probabilities, targets, top_k, top_p) -> list[float]:
-    """Probabilities of targets after the cut, from logits that are log probabilities."""
+    """Return probabilities of targets after the cut, from logits that are log probabilities."""
     linear = nn.Linear(1, len(probabilities), bias=False)
-    # By Python, which has one logarithm of one number: kernels may have two, and break a tie.
+    # Python has one logarithm of one number: kernels may have two, and break a tie.
     linear.weight.data = torch.tensor([[math.log(p)] for p in probabilities]).double()
     settings = [(1.0, top_k, top_p)] * len(targets)
     hidden = torch.ones(len(targets), 1).double()

@@ -1,4 +1,4 @@
-"""Models that cannot be packed: each rollout in a line, as by the model's own forward."""
+"""Test models that cannot be packed: each rollout in a line, as by the model's own forward."""
 
 import dataclasses
 
@@ -63,7 +63,7 @@ def test_lines_by_hand(make_rollout):
 
 
 def test_packs_of_lines_are_counted_with_their_padding(make_rollout):
-    """Of lengths 10, 9, 8, 4: four would be 40 tokens, nine of them padding, of 31."""
+    """Lengths 10, 9, 8 and 4 would be 40 tokens as four lines, nine of them padding, of 31."""
     batch = pack_rollouts([make_rollout([3], [4] * n) for n in (3, 9, 7, 8)])
     assert forward_tokens(batch, PADDED) == 40
     packs = [rows.tolist() for rows in split_packs(batch, 30, even=False, filling=PADDED)]
@@ -114,7 +114,7 @@ def test_routers_are_heard_and_told_in_the_order_of_the_pack(tmp_path, random_ro
 
 
 def test_a_critic_has_a_pass_of_its_own(tmp_path, random_rollouts):
-    """Of a packed policy one that cannot be packed; packs are then counted for it."""
+    """A packed policy's critic may be one that cannot be packed; packs are then counted for it."""
     critic = saved(UNPACKED["lfm2"](), tmp_path / "critic")
     policy = Policy(
         saved(hf.Qwen3Config(**GROUPED, head_dim=8), tmp_path / "policy"), SeparateValueHead(critic)
@@ -147,7 +147,7 @@ def test_what_goes_with_packs_only_is_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "stablelm", "falcon"])
 def test_without_weights_the_pass_is_told_by_the_layers(name, tmp_path):
-    """As on ranks that are given rank 0's, and in `lightning-rl check`."""
+    """Ranks that are given rank 0's weights have none, nor has `lightning-rl check`."""
     directory = saved(UNPACKED[name](), tmp_path)
     with torch.device("meta"):
         known = Policy(directory).body_pass
@@ -157,7 +157,7 @@ def test_without_weights_the_pass_is_told_by_the_layers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba"])
 def test_a_pack_that_leaks_is_found_where_weights_are_small(name, tmp_path):
-    """At transformers' own init of 0.02 scores are off by about 1e-3 nats or less."""
+    """Scores at transformers' own init of 0.02 are off by about 1e-3 nats or less."""
     one = ARCHITECTURES[name]
     small = dataclasses.replace(one, sizes=one.sizes | {"initializer_range": 0.02})
     assert not Policy(str(small.save(tmp_path / "model"))).body_pass.packed

@@ -1,4 +1,4 @@
-"""The layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
+"""Test the layout for the fused attention kernel, which needs CUDA, against the one for CPUs."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_the_definition_is_causal_from_the_end():
 
 @pytest.fixture
 def kernel_on_cpu(monkeypatch):
-    """The kernel's definition in its place, of any dtype, as if a CPU had it."""
+    """Put the kernel's definition in its place, of any dtype, as if a CPU had it."""
     for module in (attention, varlen):
         monkeypatch.setattr(module, "fused_kernel", lambda: plain_varlen)
     monkeypatch.setattr(attention, "fused_dtype", lambda lm, device: lm.dtype)
@@ -75,7 +75,7 @@ def kernel_on_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def windowed(tiny_model, tmp_path_factory):
-    """The tiny model, whose second layer sees three tokens."""
+    """Return the tiny model, whose second layer sees three tokens."""
     directory = shutil.copytree(tiny_model, tmp_path_factory.mktemp("windowed") / "model")
     file = directory / "config.json"
     config = json.loads(file.read_text()) | {"use_sliding_window": True, "sliding_window": 3}
@@ -96,7 +96,7 @@ def gradients(model, pack, **options):
 def test_the_kernel_is_tried_before_layers_that_are_recomputed_run(
     windowed, random_batch, kernel_on_cpu, recompute
 ):
-    """In a layer a trial would be part of what it keeps, and be missing where it runs again."""
+    """A trial inside of a layer would be part of what it keeps, and be missing in the rerun."""
     pack = random_batch(0)
     expected = gradients(windowed, pack)
     assert varlen.kernel_works.cache_info().misses == 2  # with a window and without
@@ -129,7 +129,7 @@ def test_a_kernel_that_masks_otherwise_is_not_used(monkeypatch):
     assert varlen.kernel_works.__wrapped__(device, dtype, 16)
 
     def from_the_start(q, k, v, query_ends, key_ends, *longest, **options):
-        """Aligned at the first key, as SDPA's ``is_causal`` is."""
+        """Attend aligned at the first key, as SDPA's ``is_causal`` is."""
         spans = zip(query_ends.unfold(0, 2, 1), key_ends.unfold(0, 2, 1), strict=True)
         parts = [
             plain_varlen(
@@ -146,7 +146,7 @@ def test_a_kernel_that_masks_otherwise_is_not_used(monkeypatch):
 
 def test_a_kernel_whose_gradients_are_wrong_is_not_used(monkeypatch):
     def half_deaf(q, k, v, *layout, **options):
-        """Right, but that the gradient of the keys comes at half its size."""
+        """Attend right, but for a gradient of the keys at half its size."""
         return plain_varlen(q, k / 2 + k.detach() / 2, v, *layout, **options)
 
     monkeypatch.setattr(varlen, "fused_kernel", lambda: half_deaf)
@@ -168,7 +168,7 @@ def test_torch_2_11_is_not_told_of_grouped_queries(monkeypatch):
 
 
 class Likeness:
-    """What is asked of a model before its layers run."""
+    """Notes what is asked of a model before its layers run."""
 
     def __init__(self, dtype: torch.dtype, width: int) -> None:
         config = SimpleNamespace(hidden_size=2 * width, num_attention_heads=2)

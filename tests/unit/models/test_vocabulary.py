@@ -1,4 +1,4 @@
-"""Logprobs and entropies of a vocabulary in parts: by hand, and as those of the whole."""
+"""Test logprobs and entropies of a vocabulary in parts: by hand, and as those of the whole."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, TOKENS = 12, 8, 7
 
 
 def part_of(output: nn.Linear, ranks: ThreadRanks) -> nn.Linear:
-    """A rank's rows of a head."""
+    """Return a rank's rows of a head."""
     part = nn.Linear(WIDTH, VOCABULARY // ranks.size, output.bias is not None).double()
     for own, whole in zip(part.parameters(), output.parameters(), strict=True):
         own.data = whole.detach().chunk(ranks.size)[ranks.index].clone()

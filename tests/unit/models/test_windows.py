@@ -1,4 +1,4 @@
-"""Attention through a sliding window: each query sees itself and the tokens just before it."""
+"""Test attention through a sliding window: each query sees itself and the tokens just before it."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def of(*rows):
 
 
 def test_blocks_by_hand(monkeypatch):
-    """Ten tokens after a prompt of three, seen through a window of four, in blocks of four."""
+    """The blocks of four have ten tokens after a prompt of three, and a window of four."""
     monkeypatch.setattr(windows, "BLOCK", 4)
     seen = Pieces(*of([3], [10], [0], [3], [10]), rows=torch.arange(13))
     blocks = blocks_of(seen, window=4)
@@ -49,7 +49,7 @@ def test_a_mask_by_hand():
 
 
 def dense(segments: Segments, window: int) -> torch.Tensor:
-    """Which of all S tokens each sees, by their places in their rollouts."""
+    """Return which of all S tokens each sees, by their places in their rollouts."""
     size = int(segments.length.sum())
     seen = torch.zeros(size, size, dtype=torch.bool)
     prefix_start, prefix_length = segments.before
@@ -64,7 +64,7 @@ def dense(segments: Segments, window: int) -> torch.Tensor:
 
 
 def seen_by(batches, keys: int) -> torch.Tensor:
-    """The same of what calls of SDPA compute, read from their masks."""
+    """Return the same for calls of SDPA, read from their masks."""
     rows = []
     for batch in batches.parts:
         for query, key, mask in zip(batch.query, batch.key, batch.mask[:, 0], strict=True):

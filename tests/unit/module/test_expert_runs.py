@@ -1,4 +1,4 @@
-"""Runs of a mixture of experts: collected, pushed, replayed and trained."""
+"""Test runs of a mixture of experts: collected, pushed, replayed and trained."""
 
 import logging
 
@@ -7,26 +7,24 @@ import torch
 
 from lightning_rl import MultiTurn, Sampling
 from lightning_rl.agents.base import Environment, Reply
-from lightning_rl.callbacks import DeadExpertGuard, ExpertOverloadGuard, RLCallback, WeightSync
+from lightning_rl.callbacks import DeadExpertGuard, ExpertOverloadGuard, WeightSync
 from lightning_rl.data.routing import of_text
 from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
 from lightning_rl.models.lora import LoRA
 from lightning_rl.rewards.rules import EnvironmentReward
 from tests.support.mixtures import saved_mixture
-from tests.support.small_run import data_module, grpo, trainer_of
+from tests.support.small_run import Rows, data_module, grpo, trainer_of
 
 
-class Seen(RLCallback):
-    """Rows of metrics, and all rollouts."""
+class Seen(Rows):
+    """Records rows of metrics, and all rollouts."""
 
     def __init__(self) -> None:
-        self.rows, self.rollouts = [], []
+        super().__init__()
+        self.rollouts = []
 
     def on_collect_end(self, trainer, pl_module, rollouts) -> None:
         self.rollouts += rollouts
-
-    def on_iteration_end(self, trainer, pl_module, metrics) -> None:
-        self.rows.append(metrics)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +33,7 @@ def mixture(tmp_path_factory):
 
 
 def run(mixture, where, *callbacks, precision="32-true", data=None, **options) -> Seen:
-    """Two iterations of two updates each."""
+    """Run two iterations of two updates each."""
     seen = Seen()
     trainer = trainer_of(where, [WeightSync(), *callbacks, seen], precision=precision)
     settings = {"iterations_per_epoch": 2, "evaluation": None} | (data or {})
@@ -57,7 +55,7 @@ def test_in_float32_engine_and_trainer_agree(mixture, tmp_path, replay, options)
 
 
 def test_in_bfloat16_a_replay_halves_the_gap(mixture, tmp_path):
-    """Of the first batch, which is the same: the second is another policy's."""
+    """Only the first batch is the same in both: the second is another policy's."""
     gaps = []
     for replay in (None, RolloutRouting()):
         seen = run(mixture, tmp_path, precision="bf16-mixed", routing_replay=replay)
@@ -109,7 +107,7 @@ def test_guards_tell_of_dead_and_overloaded_experts(mixture, tmp_path, caplog):
 
 
 def test_balance_makes_the_load_more_even(mixture, tmp_path):
-    """With a coefficient that outweighs the reward."""
+    """The coefficient outweighs the reward."""
     entropies = []
     for coef in (0.0, 10.0):
         data = {"iterations_per_epoch": 6}

@@ -121,7 +121,7 @@ def test_after_warm_up_the_iteration_is_an_ordinary_one(tiny_model, train_on, ra
 
 
 def truncated(rollouts):
-    """Every third rollout hit max_tokens."""
+    """Truncate every third rollout at max_tokens."""
     for i, rollout in enumerate(rollouts):
         rollout.finish_reason = "length" if i % 3 == 1 else "stop"
     return rollouts

@@ -53,7 +53,7 @@ class Recorded(Callback):
 
 
 def train(tiny_model, train_on, batch, budget=10_000):
-    """One step of SGD; its gradient and metrics."""
+    """Take one step of SGD; return its gradient and metrics."""
     recorded = Recorded()
     module = PolicyModule(
         str(tiny_model),
@@ -125,7 +125,7 @@ class HungryPolicy(Policy):
 
 
 class HungryModule(PolicyModule):
-    """Whose policy and reference are such ones."""
+    """A module whose policy and reference are hungry."""
 
     def configure_model(self) -> None:
         super().configure_model()

@@ -53,7 +53,7 @@ def in_place(monkeypatch):
 
 
 class Watch(RLCallback):
-    """Where parameters and batches were, and what was recorded."""
+    """Records where parameters and batches were, and metrics."""
 
     def __init__(self):
         self.places = set()
@@ -77,7 +77,7 @@ def fitted(
     ckpt_path: Path | None = None,
     **options: Any,
 ) -> Watch:
-    """Iterations on rollouts of the module's own."""
+    """Fit iterations on rollouts of the module's own."""
     torch.manual_seed(0)  # of adapters' first weights
     watch = Watch()
     trainer = trainer_of(tmp_path, [WeightSync(), *callbacks, watch], logger=False, **options)
@@ -87,7 +87,7 @@ def fitted(
 
 
 def require_equal(ours: LightningModule, theirs: LightningModule) -> None:
-    """Of a run on the device and one on the CPU, all weights, bit for bit."""
+    """Require that a run on the device has the weights of one on the CPU, bit for bit."""
     theirs_of = dict(theirs.named_parameters())
     for name, weight in ours.named_parameters():
         assert torch.equal(weight.cpu(), theirs_of[name].cpu()), name
@@ -104,9 +104,9 @@ def test_grpo_without_accelerate(tiny_model, tmp_path, monkeypatch):
 
 
 def test_the_engine_follows(tiny_model, tmp_path):
-    """In bfloat16, and with a LoRA, which is merged on the device.
+    """The test runs in bfloat16, and with a LoRA, which is merged on the device.
 
-    Of single tokens it proves nothing: an order of adding takes one 0.2 nats away.
+    Single tokens prove nothing: an order of adding takes one 0.2 nats away.
     """
     watch = fitted(lora(tiny_model), tmp_path, **on_the_device("bf16-mixed"))
     assert 0 < watch.metrics[1]["sync/probe_gap_mean"] < 0.1
@@ -172,7 +172,7 @@ def test_guards_and_their_actions(guards, tiny_model, random_batch, train_on):
 
 
 def test_a_resumed_run_ends_where_the_whole_one_does(tiny_model, tmp_path):
-    """With weights in bfloat16, whose float32 copies are in the checkpoint; and it is exported."""
+    """The float32 copies of bfloat16 weights are in the checkpoint; the result is exported, too."""
     options = {"enable_checkpointing": True, **on_the_device("bf16-true")}
     whole, resumed = ppo(tiny_model), ppo(tiny_model)
     saver, export = IterationCheckpoint(1, dirpath=str(tmp_path)), HFExport(str(tmp_path / "hf"))

@@ -1,4 +1,4 @@
-"""How often the host waits for a device in an update: it is to run ahead of it."""
+"""Test how often the host waits for a device in an update: it is to run ahead of it."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tests.support.small_run import grpo
 
 
 def counted(module, batch: TensorDict, train_on, max_tokens: int) -> Counter[str]:
-    """What the host waited for in an iteration with packs of so many tokens."""
+    """Return what the host waited for in an iteration with packs of so many tokens."""
     seen, step = Counter(), module.training_step
 
     def watched(*given):

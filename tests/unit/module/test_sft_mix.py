@@ -1,4 +1,4 @@
-"""SFTMix: sampled tokens learn by reward, expert tokens by imitation, in one batch."""
+"""Test SFTMix: sampled tokens learn by reward, expert tokens by imitation, in one batch."""
 
 import math
 

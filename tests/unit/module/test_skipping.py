@@ -26,7 +26,7 @@ LOSSES = [
 
 @pytest.fixture
 def rollouts(random_rollouts):
-    """Seven groups, the rewards of four of which are all alike; one completion was cut off."""
+    """Make seven groups, four of them with equal rewards; one completion was cut off."""
     made = random_rollouts(41, groups=7)
     for rollout in made:
         group = int(rollout.group_id)
@@ -42,7 +42,7 @@ def adamw(parameters):
 
 
 def weights_after(tiny_model, train_on, batches, skip, **options):
-    """Weights after training with or without skipping, and the metrics of the last iteration."""
+    """Return weights after training with or without skipping, and the last metrics."""
     module = PolicyModule(str(tiny_model), optimizer=adamw, **grouped(**options))
     assert module.left_out.zero_advantage
     module.left_out.zero_advantage = skip
@@ -163,7 +163,7 @@ def test_is_idle_by_hand(make_rollout):
 
 
 def test_equal_rewards_have_no_advantage_at_all(make_rollout):
-    """In float32 the mean of seven times 0.1 is not 0.1; GRPO would divide that by no spread."""
+    """The float32 mean of seven times 0.1 is not 0.1; GRPO would divide that by no spread."""
     rewards = torch.full((24,), 0.1)
     group = torch.tensor([0] * 7 + [1] * 17)
     assert torch.equal(group_means(rewards, group), rewards)

@@ -1,4 +1,4 @@
-"""target_kl: further passes over a batch are left out once one took the policy too far."""
+"""Test target_kl: further passes over a batch are left out once one took the policy too far."""
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ from lightning_rl.learn.critic import Critic
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.support.grouped import grouped
-from tests.support.updates import Recorder, sgd
+from tests.support.small_run import Rows
+from tests.support.updates import sgd
 
 
 @pytest.fixture
 def passes_of(tiny_model, train_on, random_batch):
-    """Metrics and weights of one iteration with so many passes at most."""
+    """Return metrics and weights of one iteration with so many passes at most."""
 
     def train(passes: int, target_kl: float | None):
-        recorder = Recorder()
+        recorder = Rows()
         module = PolicyModule(
             str(tiny_model),
             optimizer=sgd,
@@ -56,7 +57,7 @@ def test_a_target_that_is_not_reached_leaves_all_passes(passes_of):
 
 @pytest.mark.parametrize(("target", "passes"), [(1e-12, 1.0), (1e6, 4.0)])
 def test_in_environments_too(tmp_path, target, passes):
-    recorder = Recorder()
+    recorder = Rows()
     data = EnvDataModule(
         Gym("CartPole-v1"), num_envs=2, frames_per_iteration=64, iterations_per_epoch=1, seed=0
     )
@@ -85,10 +86,10 @@ def test_a_target_that_could_do_nothing_is_refused(tiny_model, options):
 
 
 def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on, random_batch):
-    """All rollouts are left out, in whichever batch, and training goes on."""
+    """Training goes on although all rollouts of a batch, whichever it is, are left out."""
     flat = random_batch(3)
     flat["rollouts", "reward"][:] = 1.0
-    recorder = Recorder()
+    recorder = Rows()
     module = PolicyModule(
         str(tiny_model),
         optimizer=sgd,
@@ -100,7 +101,7 @@ def test_a_batch_without_a_spread_of_rewards_moves_nothing(tiny_model, train_on,
 
 
 def test_a_critic_that_warms_up_alone_moves_no_policy(tiny_model, train_on, random_batch):
-    recorder = Recorder()
+    recorder = Rows()
     critic = Critic(SharedValueHead(detach=True), warmup_iterations=1)
     module = PolicyModule(
         str(tiny_model), GAE(), critic=critic, optimizer=sgd,

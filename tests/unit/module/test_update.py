@@ -1,4 +1,4 @@
-"""PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
+"""Test PolicyModule: the update's gradient, its named steps, its metrics, its refusals."""
 
 import math
 import subprocess
@@ -25,8 +25,9 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import FrozenReference
 from lightning_rl.module import PolicyModule
 from tests.support.grouped import grouped
+from tests.support.small_run import Rows
 from tests.support.tolerances import distance, gradient_rounding, scores_rounding
-from tests.support.updates import Recorder, assert_close, last_gradients, sgd
+from tests.support.updates import assert_close, last_gradients, sgd
 
 
 def module_of(tiny_model, **options) -> PolicyModule:
@@ -35,7 +36,7 @@ def module_of(tiny_model, **options) -> PolicyModule:
 
 
 def with_critic(tiny_model, **options) -> PolicyModule:
-    """PPO with a KL penalty and a critic whose predictions are not zero."""
+    """Make PPO with a KL penalty and a critic whose predictions are not zero."""
     module = module_of(
         tiny_model, advantage=GAE(), critic=SharedValueHead(), kl=K3Penalty(0.1), **options
     )
@@ -130,7 +131,7 @@ class StepByStep(Learner):
 
 
 def ppo(tiny_model, **options) -> PolicyModule:
-    """PPO with two passes, a critic of its own and a KL penalty."""
+    """Make PPO with two passes, a critic of its own and a KL penalty."""
     return PolicyModule(
         str(tiny_model),
         advantage=GAE(),
@@ -233,7 +234,7 @@ def test_impossible_settings_are_refused(options, message):
 
 
 def test_the_reference_stays_where_the_policy_started(tiny_model, train_on, random_batch):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model, kl=K3Penalty(0.1))
     train_on(module, [random_batch(s) for s in (1, 2, 3)], callbacks=[recorder])
     kl = [row["policy/kl_ref"] for row in recorder.rows]
@@ -258,7 +259,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(tiny_model, train_
     start = {
         n: p.clone() for n, p in AutoModelForCausalLM.from_pretrained(tiny_model).named_parameters()
     }
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model, max_grad_norm=0.01)
     train_on(module, [random_batch(18)], callbacks=[recorder])
     moved = torch.cat([(p - start[n]).flatten() for n, p in module.policy.lm.named_parameters()])
@@ -268,7 +269,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before(tiny_model, train_
 
 
 def test_metrics_of_a_uniform_policy_by_hand(tiny_model, train_on, make_rollout):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(tiny_model)
     module.configure_model()
     torch.nn.init.zeros_(module.policy.lm.get_output_embeddings().weight)
@@ -289,7 +290,7 @@ def test_metrics_of_a_uniform_policy_by_hand(tiny_model, train_on, make_rollout)
 
 
 def test_the_schedule_steps_once_per_optimizer_step(tiny_model, train_on, random_batch):
-    recorder = Recorder()
+    recorder = Rows()
     module = module_of(
         tiny_model,
         minibatches=2,

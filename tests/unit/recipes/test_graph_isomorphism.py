@@ -1,4 +1,4 @@
-"""The recipe graph_isomorphism: pairs, what is seen of them, rewards, and what can be won."""
+"""Test the recipe graph_isomorphism: pairs, what is seen of them, rewards, and what can be won."""
 
 import networkx as nx
 import numpy as np
@@ -26,7 +26,7 @@ def small(protocol=None, **options) -> GraphIsomorphism:
 
 
 def same_graph(first: np.ndarray, second: np.ndarray) -> bool:
-    """networkx's own check, of graphs that may be padded with nodes without edges."""
+    """Tell by networkx whether graphs, which isolated nodes may pad, are isomorphic."""
     return nx.is_isomorphic(nx.from_numpy_array(first), nx.from_numpy_array(second))
 
 
@@ -192,7 +192,7 @@ def test_only_what_is_over_is_dealt_anew():
 
 
 def acted(env: GraphIsomorphism, data, prover: int, verifier: int, decision: int):
-    """One step of all environments."""
+    """Take one step of all environments."""
     ones = torch.ones(env.num_envs, 1, dtype=torch.long)
     data["prover", "message"], data["verifier", "message"] = prover * ones, verifier * ones
     data["verifier", "decision"] = decision * ones
@@ -249,7 +249,7 @@ def test_the_verifier_alone_sees_nothing_of_the_graphs():
 
 
 def beside(protocol, wrapped, logits=None):
-    """An environment and its copy with an adversary, played alike by who is in both: each step."""
+    """Play an environment and its copy with an adversary alike; yield each step."""
     alone, both = small(protocol, nodes=(8, 8)), small(wrapped, nodes=(8, 8))
     first, second = alone.reset(), both.reset()
     torch.manual_seed(0)

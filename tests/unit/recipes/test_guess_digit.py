@@ -1,4 +1,4 @@
-"""The guess-the-digit recipe: its environment, and the games that its warm start imitates."""
+"""Test the guess-the-digit recipe: its environment, and the games that its warm start imitates."""
 
 import random
 

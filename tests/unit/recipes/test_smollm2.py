@@ -1,4 +1,4 @@
-"""recipes/smollm2: its questions, its reward, and weights that cannot be downloaded."""
+"""Test recipes/smollm2: its questions, its reward, and weights that cannot be downloaded."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""recipes/sort_digits.quickstart: the commands that it runs."""
+"""Test the commands that recipes/sort_digits.quickstart runs."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from recipes.sort_digits import quickstart
     ("installed", "engine"), [(True, []), (False, ["--data.engine", "TransformersEngine"])]
 )
 def test_vllm_generates_where_it_is_installed(tmp_path, monkeypatch, installed, engine):
-    """As grpo.yaml says, in one process."""
+    """The engine runs as grpo.yaml says, in one process."""
     commands = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(quickstart, "run", lambda *command: commands.append(list(command)))

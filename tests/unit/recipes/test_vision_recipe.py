@@ -15,7 +15,7 @@ from recipes.vision.reward import exact_answer
 
 
 def blobs(picture, rgb):
-    """How many connected parts of a picture have exactly this colour."""
+    """Count the connected parts of a picture that have exactly this colour."""
     pixels = picture.load()
     left = {
         (x, y) for x in range(picture.width) for y in range(picture.height) if pixels[x, y] == rgb
@@ -69,7 +69,7 @@ def test_a_seed_draws_the_same_pictures(task):
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """The recipe's own model and data, of fewer rows, after two steps of its warm start."""
+    """Make the recipe's own model and data, of fewer rows, after two warm-start steps."""
     out = tmp_path_factory.mktemp("vision")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipe, "NUM_TRAIN", 12)

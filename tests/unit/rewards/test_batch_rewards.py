@@ -1,4 +1,4 @@
-"""batch_reward: a reward function that is called once with all completions of a batch."""
+"""Test batch_reward: a reward function that is called once with all completions of a batch."""
 
 import pytest
 

@@ -1,10 +1,10 @@
-"""LLMJudge against a real HTTP server that breaks in every way, and against an engine."""
+"""Test LLMJudge against a real HTTP server that breaks in every way, and against an engine."""
 
 import asyncio
 import json
 import threading
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -14,7 +14,7 @@ from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
-from tests.support.serving import serving
+from tests.support.serving import Quiet, serving
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
 
 BRIEF = "{prompt}|{completion}"
@@ -36,11 +36,11 @@ class JudgeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/v1"
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Quiet):
     server: JudgeServer
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         question = body["messages"][0]["content"]
         what = question.split("|")[-1]
         server = self.server
@@ -68,12 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             text = '{"choices": []}'
         with server.lock:
             server.together -= 1
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        self.send(status, text.encode())
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""MathVerify: what counts as the right answer, and texts that would stop a lesser judge."""
+"""Test MathVerify: what counts as the right answer, and texts that would stop a lesser judge."""
 
 import pickle
 from pathlib import Path

@@ -1,8 +1,7 @@
-"""ModelReward and ServedReward: scores of reward models, and what becomes of those without."""
+"""Test ModelReward and ServedReward: scores of reward models, and what becomes of those without."""
 
 import asyncio
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus
-from tests.support.serving import serving
+from tests.support.serving import Loopback, Quiet, serving
 
 
 @pytest.fixture
 def scorer(tiny_model, tmp_path):
-    """A reward model in a directory; its head weighs the last token's state."""
+    """Return a reward model in a directory; its head weighs the last token's state."""
 
     def save(labels: int = 1, weight: float = 1.0) -> str:
         with torch.random.fork_rng(devices=[]):
@@ -37,7 +36,7 @@ def scorer(tiny_model, tmp_path):
 
 
 def expected(path: str, *texts: list[int]) -> list[float]:
-    """One by one, without padding."""
+    """Score one by one, without padding."""
     model = Qwen2ForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
     return [float(model(torch.tensor([text])).logits[0, 0]) for text in texts]
 
@@ -98,21 +97,16 @@ def test_what_is_no_reward_model_is_named(scorer, tiny_model, make_rollout, tmp_
         ModelReward(str(tiny_model), dtype="int8")
 
 
-class Classifier(BaseHTTPRequestHandler):
+class Classifier(Quiet):
     """Scores a text by its number of tokens, as vLLM's ``/classify`` answers."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         self.server.asked.append((self.path, body))
         count = len(body["input"])
         found = {3: (200, "<html>"), 4: (400, '{"error": "too long"}')}
         status, text = found.get(count, (200, json.dumps({"data": [{"probs": [count / 2]}]})))
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        self.send(status, text.encode())
 
 
 def ask(reward, *completions: str):
@@ -122,11 +116,10 @@ def ask(reward, *completions: str):
 
 
 def test_a_server_gets_the_tokens_and_says_the_score(tiny_model):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Classifier)
-    server.asked = []
+    server = Loopback(Classifier)
     options = {"tokenizer": str(tiny_model), "retries": 1, "first_wait_s": 0.0}
     with serving(server):
-        url = f"http://127.0.0.1:{server.server_port}"
+        url = server.url
         long, refused, broken = ask(ServedReward(url, "taste", **options), "234", "2", "")
     assert long == 3.0
     assert isinstance(refused, RewardFailure)

@@ -1,4 +1,4 @@
-"""PythonTests: what a program can be asked; right ones pass, and none passes by a trick."""
+"""Test PythonTests: what a program can be asked; right ones pass, and none passes by a trick."""
 
 import asyncio
 import datetime
@@ -250,7 +250,7 @@ def test_no_method_of_an_object_speaks_for_a_value(python_tests):
 
 
 def require_unpaid(judge, names):
-    """None of the programs is paid, and their worker judges the next as if nothing had been."""
+    """Require that no program is paid, and that the worker judges the next as if nothing was."""
     programs = [FORGERIES[name] for name in names]
     scores = run(
         judge,
@@ -301,7 +301,7 @@ def test_programs_are_paid_whatever_runs_before_and_beside_them(monkeypatch):
 
 
 def test_a_program_sees_no_process_of_this_machine(python_tests):
-    """Only its judge, which is process 1 of its sandbox, and itself."""
+    """A program sees only itself and its judge, which is process 1 of its sandbox."""
     program = (
         "import os\ndef others():\n"
         "    found = {int(p) for p in os.listdir('/proc') if p.isdigit()}\n"
@@ -340,7 +340,7 @@ def test_a_sandbox_keeps_from_network_files_processes_and_secrets(
 
 
 def test_without_a_sandbox_there_are_limits(tmp_path, monkeypatch):
-    """And nothing of what a program started is left; each has an empty directory."""
+    """Nothing of what a program started is left, either; each has an empty directory."""
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     pool = PythonTests(workers=1, timeout_s=60, memory_mb=256, sandbox=False)
     alone = "import os\ndef files(): return os.listdir(), open('left', 'w').close()\n"
@@ -373,7 +373,7 @@ def test_a_machine_without_a_sandbox_is_refused_at_once(monkeypatch):
 
 @pytest.mark.slow
 def test_a_container_that_hides_parts_of_proc_has_a_sandbox_without_it():
-    """It permits no new /proc; found out by trying, in a user namespace like a container's."""
+    """The container permits no new /proc, which is found by trying, in such a user namespace."""
     need_sandbox()
     script = (
         "import asyncio\nfrom lightning_rl.rewards.rules import PythonTests\n"

@@ -1,7 +1,6 @@
-"""Remote and retry: how many at once, how often, how long, and what becomes of a failure."""
+"""Test Remote and retry: how many at once, how often, how long, and what becomes of a failure."""
 
 import asyncio
-from random import Random
 
 import pytest
 
@@ -23,21 +22,6 @@ class Flaky:
         if self.calls <= self.failures:
             raise self.error
         return "answer"
-
-
-@pytest.fixture
-def waits(monkeypatch):
-    """Seconds that were to be waited, without waiting."""
-    waited = []
-    sleep = asyncio.sleep
-
-    async def note(seconds):
-        waited.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", note)
-    monkeypatch.setattr("lightning_rl.run.retry._jitter", Random(0))
-    return waited
 
 
 def test_retry_waits_twice_as_long_each_time_up_to_the_longest(waits):

@@ -1,4 +1,4 @@
-"""What TRL hands its reward functions, and what becomes of what they log."""
+"""Test what TRL hands its reward functions, and what becomes of what they log."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from lightning_rl.run.loop.background import run_async
 
 @pytest.fixture
 def groups(make_rollout):
-    """Two groups of two; completions "a0", "a1", "b0", "b1"."""
+    """Return two groups of two; completions "a0", "a1", "b0", "b1"."""
     return [
         [
             make_rollout([3], [4], group_id=g, sample_index=i, completion=f"{g}{i}", reward=None)

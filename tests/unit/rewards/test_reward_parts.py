@@ -1,4 +1,4 @@
-"""Rewards of several numbers per completion: what is learned from, and what is kept."""
+"""Test rewards of several numbers per completion: what is learned from, and what is kept."""
 
 import json
 import math
@@ -27,7 +27,7 @@ from lightning_rl.run.loop.background import run_async
         ({"right": 1, "brief": 0.25}, {"f": 1.25, "f/right": 1.0, "f/brief": 0.25}),
         ([1, 0.25, None], {"f": 1.25, "f/0": 1.0, "f/1": 0.25, "f/2": None}),
         ((0.5,), {"f": 0.5, "f/0": 0.5}),
-        # As verl has it: one is the score, the others are told beside it.
+        # verl has it so: one is the score, the others are told beside it.
         ({"score": -1, "acc": True}, {"f": -1.0, "f/score": -1.0, "f/acc": 1.0}),
         ({"score": None, "acc": 1}, {"f": None, "f/score": None, "f/acc": 1.0}),
         ({"right": None}, {"f": None, "f/right": None}),
@@ -67,7 +67,7 @@ def test_a_part_that_is_no_number_is_named(score, says):
 
 
 def graded(scores):
-    """Two parts and a hint."""
+    """Grade two parts and a hint."""
     return [{"right": score, "form": 0.5} for score in scores]
 
 

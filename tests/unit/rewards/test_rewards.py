@@ -1,4 +1,4 @@
-"""Grading: every form of reward function, and everything that can go wrong in one."""
+"""Test grading: every form of reward function, and everything that can go wrong in one."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ from tests.support.tiny_models import chat_tokenizer
 
 @pytest.fixture
 def groups(make_rollout):
-    """Two groups of two; completions "a0", "a1", "b0", "b1", and a column n: 10 or 20."""
+    """Return two groups of two; completions "a0", "a1", "b0", "b1", and a column n: 10 or 20."""
     return [
         [
             make_rollout(
@@ -548,7 +548,7 @@ def test_a_slow_plain_function_does_not_hold_up_the_event_loop(groups):
 
 
 def test_what_a_reward_does_to_its_arguments_stays_with_it(make_rollout):
-    """At any depth; another reward sees what there was, and training keeps its tokens."""
+    """Changes at any depth stay; another reward and training see the original."""
 
     def spoils(prompts, completions, completion_ids, extras, answer):
         count = len(completions)

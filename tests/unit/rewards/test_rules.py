@@ -1,4 +1,4 @@
-"""Ready-made rewards by hand."""
+"""Test ready-made rewards by hand."""
 
 import asyncio
 

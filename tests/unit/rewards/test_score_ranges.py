@@ -22,7 +22,7 @@ class Constant:
 
 
 def graded(scores, ranges, weights) -> tuple[Rollout, float]:
-    """A rollout with its reward, and the bound."""
+    """Return a rollout with its reward, and the bound."""
     prompt = Prompt("0", "text", [3])
     row, done = Row.of(prompt), RolloutStatus.COMPLETED
     rollout = Rollout(prompt, "0/0/0", 0, seed=1, rows=[row], status=done)

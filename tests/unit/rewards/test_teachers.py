@@ -1,8 +1,7 @@
-"""ModelTeacher and ServedTeacher: what they think of tokens, and what becomes of faults."""
+"""Test ModelTeacher and ServedTeacher: what they think of tokens, and what becomes of faults."""
 
 import asyncio
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from lightning_rl.rewards import teachers
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
 from lightning_rl.rollout import RolloutStatus, Row
-from tests.support.serving import serving
+from tests.support.serving import Loopback, Quiet, serving
 
 
 def graded(teacher, tokenizer_of, rollouts):
@@ -30,7 +29,7 @@ def graded(teacher, tokenizer_of, rollouts):
 
 
 def own_logprobs(model, text: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """All logprobs (n - 1, V) of a text's tokens but the first, without packing."""
+    """Return all logprobs (n - 1, V) of a text's tokens but the first, without packing."""
     lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
     with torch.no_grad():
         return (lm(torch.tensor([text])).logits[0, :-1] / temperature).log_softmax(-1)
@@ -149,7 +148,7 @@ def test_another_tokenizer_is_refused_by_name(tiny_model, tmp_path):
 
 @pytest.fixture
 def resized(tiny_model, tmp_path):
-    """The tiny model with so many rows, of which the first are as they were."""
+    """Return the tiny model with so many rows, of which the first are as they were."""
 
     def save(rows: int):
         folder = tmp_path / f"rows_{rows}"
@@ -198,11 +197,11 @@ def test_a_run_without_the_teacher_it_needs_is_refused(tiny_model):
         check_teachers(Distillation(), TeacherDivergence(), with_one)
 
 
-class Server(BaseHTTPRequestHandler):
+class Server(Quiet):
     """Answers like vLLM: each token t has logprob -t / 10, and tokens 3 and 4 are the likeliest."""
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         self.server.asked.append((self.path, body))
         each = [None]
         for token in body["prompt"][1:]:
@@ -214,17 +213,11 @@ class Server(BaseHTTPRequestHandler):
             status, answer = 503, {"error": "overloaded"}
         if 11 in body["prompt"]:
             answer["choices"][0]["prompt_logprobs"] = None
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
-
-    def log_message(self, *arguments: object) -> None:
-        """Silent."""
+        self.send(status, json.dumps(answer).encode())
 
 
 def test_a_server_gets_tokens_and_tells_their_logprobs(tiny_model, make_rollout):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
-    server.asked = []
+    server = Loopback(Server)
     rollouts = [
         make_rollout([7, 2], [5, 4]),
         make_rollout([7, 2], [12]),
@@ -239,7 +232,7 @@ def test_a_server_gets_tokens_and_tells_their_logprobs(tiny_model, make_rollout)
         return asyncio.run(teacher(rollouts=rollouts))
 
     with serving(server):
-        url = f"http://127.0.0.1:{server.server_port}/v1"
+        url = server.url + "/v1"
         right, dead, other, hot = ask(url, rollouts)
     assert right == pytest.approx((0.5 + 0.6) / 2)  # each less the writer's -1
     found = teacher_logprobs.of_text(rollouts[0].rows[0].teacher_logprobs)

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: what is copied, where it waits, and who hashes it."""
+"""Test checkpoints in the background: what is copied, where it waits, and who hashes it."""
 
 import hashlib
 import threading

@@ -86,7 +86,7 @@ def test_a_killed_command_leaves_no_shared_memory():
 
 @pytest.fixture
 def function(tmp_path, monkeypatch):
-    """A function of a module that is found because of this process's ``sys.path``."""
+    """Import a function of a module that is found because of this process's ``sys.path``."""
     (tmp_path / "mine.py").write_text(
         "import sys\n"
         "def answer(connection, name):\n"

@@ -1,4 +1,4 @@
-"""Messages of ranks that train over NCCL: two processes with gloo, that take it for NCCL."""
+"""Test messages of ranks that train over NCCL: two processes with gloo, that take it for NCCL."""
 
 import multiprocessing
 import os
@@ -43,7 +43,7 @@ class Spy:
 
 
 def talk(rank):
-    """Something of each kind; what this rank heard."""
+    """Talk in every way; return what this rank heard."""
     heard = [
         dist.any_rank(rank == 1),
         dist.all_reduce_max(float(rank)),
@@ -86,7 +86,7 @@ def run_rank(rank, ports, backend, results):
 
 
 def two_ranks(backend, groups=1):
-    """By rank: what it heard in each of so many groups, the collectives, and the groups made."""
+    """Return by rank what it heard in each group, the collectives, and the groups made."""
     context = multiprocessing.get_context("fork")
     results, ports = context.Queue(), [free_port() for _ in range(groups)]
     ranks = [
@@ -108,7 +108,7 @@ def expected(rank):
 
 
 def test_over_nccl_what_is_on_no_gpu_goes_over_gloo():
-    """Through two process groups in turn, as of two runs: each has one group beside it."""
+    """The tensors go through two process groups in turn; each has one group beside it."""
     for rank, heard, calls, made in two_ranks("nccl", groups=2):
         assert heard == [expected(rank)] * 2
         assert made == [TIMEOUT] * 2  # or a machine that vanished would be waited for in vain

@@ -1,4 +1,4 @@
-"""Threads of several training processes: a share of the cores each, unless the user chose."""
+"""Test threads of several training processes: a share of the cores each, unless the user chose."""
 
 import os
 from functools import partial
@@ -14,7 +14,7 @@ from lightning_rl.run.processes.cores import beside_engine, share_cores
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Processes on a machine of so many cores; ``given`` is the user's OMP_NUM_THREADS."""
+    """Run processes on a machine of so many cores; ``given`` is the user's OMP_NUM_THREADS."""
     threads = [64]  # of torch, and as Lightning sets it, which see all cores
     said: list[str] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "64")

@@ -1,4 +1,4 @@
-"""Digests of tensors: what they are made of, and what they see."""
+"""Test digests of tensors: what they are made of, and what they see."""
 
 import zlib
 
@@ -12,7 +12,7 @@ GOLDEN, SPREAD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9
 
 
 def by_hand(words, dtype, shape):
-    """The definition, in integers of Python, which have no end."""
+    """Compute the definition in integers of Python, which have no end."""
 
     def signed(number):
         return (number + (1 << 63)) % (1 << 64) - (1 << 63)
@@ -34,7 +34,7 @@ def by_hand(words, dtype, shape):
 
 
 def test_a_small_one_by_hand():
-    # Of one word below 2^29 nothing is left but the word: the first factors are 1.
+    # The sum of one word below 2^29 is the word alone: the first factors are 1.
     form = zlib.crc32(b"torch.int64 (1,)") * GOLDEN
     assert digest(torch.tensor([5])) == f"{(form + 5) % (1 << 64):016x}"
     # 1.0 is 0x3f800000: two words and a half, the last filled with zeros.
@@ -51,7 +51,7 @@ def test_it_is_the_definition_across_chunks(words):
 
 @pytest.mark.parametrize("words", [0, 5, CHUNK, 3 * CHUNK + 7])
 def test_a_gpus_way_gives_the_same(monkeypatch, words):
-    """There chunks are summed many at a time, by products of other kinds."""
+    """A GPU sums chunks many at a time, by products of other kinds."""
     tensor = torch.randint(-(2**63), 2**63 - 1, (words,))
     whole = words // CHUNK * CHUNK
     by_rows = module._weigh_rows(tensor[:whole].view(-1, CHUNK)).tolist()

@@ -1,4 +1,4 @@
-"""What a full disk, a kill or a stray hand leaves of a run's files is what can be gone on with."""
+"""Test that a full disk, a kill or a stray hand leaves files that a run can go on with."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from tests.support.small_run import data_module, grpo, trainer_of
 
 @contextmanager
 def room(size: int):
-    """No file may grow beyond so many bytes, as if the disk were full."""
+    """Forbid files beyond so many bytes, as if the disk were full."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -51,7 +51,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
 
 
 def log_in(directory, state=None, checkpoint=None) -> tuple[MetricsLog, Trainer]:
-    """A log as RunReport keeps it; with ``state``, of a run that goes on from a checkpoint."""
+    """Make a log as RunReport keeps it; with ``state``, of a run that goes on."""
     directory.mkdir(parents=True, exist_ok=True)
     trainer = trainer_of(directory, [], logger=CSVLogger(directory.parent, "", directory.name))
     log = MetricsLog()
@@ -69,7 +69,7 @@ def row(iteration: int, **metrics: float) -> dict[str, float]:
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of four rows, after one of another run; and the state after its third."""
+    """Run four rows, after another run's; return the state after the third."""
     directory = tmp_path / "run"
     directory.mkdir()
     (directory / "metrics.jsonl").write_text(json.dumps(row(77)) + "\n")

@@ -1,4 +1,4 @@
-"""Imports during which Python does not look for garbage."""
+"""Test imports during which Python does not look for garbage."""
 
 import gc
 

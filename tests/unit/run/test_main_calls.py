@@ -1,4 +1,4 @@
-"""What the main thread computes for the loop while it waits for it."""
+"""Test what the main thread computes for the loop while it waits for it."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ def here() -> str:
 
 
 def elsewhere(function):
-    """What a function returns in a thread of its own."""
+    """Return what a function returns in a thread of its own."""
     results = []
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
@@ -33,7 +33,7 @@ def elsewhere(function):
 
 @contextmanager
 def listening():
-    """Signals end a wait, as in a run."""
+    """Let signals end a wait, as in a run."""
     interrupts = Interrupts()
     interrupts.install(runtime.is_waiting)
     try:
@@ -69,7 +69,7 @@ def test_an_error_reaches_who_handed_the_call_in():
 
 
 def test_calls_that_nobody_has_begun_with_are_made_by_the_loop():
-    """Of a task that goes on after the main thread has got what it waited for."""
+    """The calls are of a task that goes on after the main thread has got what it waited for."""
     places: list[str] = []
     over = threading.Event()
 
@@ -91,7 +91,7 @@ def test_calls_that_nobody_has_begun_with_are_made_by_the_loop():
 
 
 def test_a_call_whose_service_is_broken_off_is_made_by_the_loop():
-    """By a signal between the ring and the call: the main thread leaves, and the call is made."""
+    """A signal between the ring and the call breaks it off: the main thread leaves."""
     places: list[str] = []
     over = threading.Event()
 
@@ -231,7 +231,7 @@ def test_a_model_with_several_threads_computes_where_training_does(monkeypatch, 
 
 
 async def started(coroutine) -> asyncio.Task:
-    """A task of the loop, in which nobody waits for it."""
+    """Start a task of the loop, in which nobody waits for it."""
     return asyncio.get_running_loop().create_task(coroutine)
 
 

@@ -1,4 +1,4 @@
-"""Which of the runs in a folder goes on."""
+"""Test which of the runs in a folder goes on."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from lightning_rl.run.files.newest import continue_newest_run
 
 @pytest.fixture
 def submit(tmp_path, monkeypatch):
-    """The folder that a Slurm job of this number writes to."""
+    """Return the folder that a Slurm job of this number writes to."""
 
     def run(job: int, **options) -> str:
         monkeypatch.setenv("SLURM_JOB_ID", str(job))

@@ -42,7 +42,7 @@ def unset(monkeypatch):
 
 
 def counts_told(place: Path, **variables: str) -> list[str]:
-    """The spin count of each libgomp that a command's process, and then its child, has loaded."""
+    """Return each libgomp's spin count, of a command's process and its child."""
     (place / "loads_torch.py").write_text(LOADS_TORCH)
     environment = {k: v for k, v in os.environ.items() if k not in VARIABLES} | variables
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which training process is gone: the question itself must end, whatever happened to the others."""
+"""Test which training process is gone: the question must end, whatever happened to the others."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ def hold_store(port):
 
 @pytest.fixture
 def rank_zero():
-    """A process that holds the ranks' store, and the client of this process, which is rank 1."""
+    """Yield a process that holds the ranks' store, and the client of this one, rank 1."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=hold_store, args=(there,))
     process.start()

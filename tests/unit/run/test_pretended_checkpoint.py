@@ -1,4 +1,4 @@
-"""What a checkpoint in the background keeps of a device."""
+"""Test what a checkpoint in the background keeps of a device."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What several ranks share, as far as one process can tell; see tests/integration/test_ddp.py."""
+"""Test what several ranks share as far as one process can; see tests/integration/test_ddp.py."""
 
 import json
 from collections import Counter
@@ -125,7 +125,7 @@ def test_another_number_of_ranks_goes_on_as_one_process_does(source, before, aft
 
 @pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 2), (2, 3), (1, 3)])
 def test_no_prompt_is_lost_or_doubled_when_ranks_change(source, before, after):
-    """In the middle of an iteration, with ranks that came to different places."""
+    """The number changes within an iteration, with ranks that came to different places."""
     old = [source(rank, before) for rank in range(before)]
     seen = []
     for rank, one in enumerate(old):
@@ -145,7 +145,7 @@ def test_no_prompt_is_lost_or_doubled_when_ranks_change(source, before, after):
 
 @pytest.fixture
 def batches(source):
-    """With an engine of their own, or (``shared``) one that rank 0 feeds for all ``ranks``."""
+    """Collect with an engine per rank, or (``shared``) one that rank 0 feeds for all ``ranks``."""
 
     def make(rank: int, ranks: int, shared: bool = False) -> Collection:
         issuing = source() if shared else source(rank, ranks)
@@ -174,7 +174,7 @@ def test_groups_in_hand_are_dealt_anew(batches):
 
 
 def test_an_engine_for_all_ranks_has_its_groups_on_rank_0(batches):
-    """And on the way to engines of their own, or back, none is lost."""
+    """No group is lost on the way to engines of their own, or back."""
     shared = [batches(rank, 2, shared=True) for rank in range(2)]
     for _ in range(4):
         shared[0].collector.issue()
@@ -212,7 +212,7 @@ def test_a_silent_pack_leaves_the_batch_as_it_is(make_rollout):
 
 @pytest.fixture
 def dealt(make_rollout, monkeypatch):
-    """Each rank's minibatches, as names of groups; ``lost`` groups have no graded rollout."""
+    """Return each rank's minibatches as group names; ``lost`` groups have no graded rollout."""
 
     def deal(groups: int, ranks: int, minibatches: int, lost: set[int]) -> list[list[set[str]]]:
         shares = []
@@ -270,7 +270,7 @@ def test_no_group_at_all_weighs_nothing(make_rollout, rule):
 )  # fmt: skip
 @pytest.mark.parametrize("recorded", [True, False])
 def test_no_group_at_all_has_no_advantages(advantage, recorded, make_rollout):
-    """As on a rank where nobody asked for a policy that learns on others."""
+    """A rank has none where nobody asked for a policy that learns on other ranks."""
     rollouts = random_episodes(0) if recorded else [make_rollout([3], [4, 1])]
     batch = with_values(pack_rollouts(rollouts))
     batch["tokens", "token_rewards"] = torch.zeros(len(batch["tokens"]))
@@ -287,7 +287,7 @@ def test_no_group_at_all_is_scored(tiny_model, make_rollout):
 
 
 def test_a_rank_without_a_group_scores_a_made_up_rollout(tiny_model, make_rollout):
-    """With every column that there is, and a gradient of zero, which is not missing."""
+    """The rollout has every column that there is, and a gradient of zero, which is not missing."""
     rollout = make_rollout(
         [3], [4, 1], temperature=0.7, top_k=3, min_p=0.1, repetition_penalty=1.2, min_tokens=1
     )

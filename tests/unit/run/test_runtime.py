@@ -39,7 +39,7 @@ def test_two_runtimes_share_nothing():
 
 
 def test_a_forked_child_has_a_loop_and_an_engine_thread_of_its_own():
-    """Also where it was forked while the main thread waits."""
+    """The child may be forked while the main thread waits, too."""
     run_async(runtime.in_engine_thread(threading.current_thread))
 
     def fork() -> int:

@@ -1,4 +1,4 @@
-"""Seeds: any of them works, small ones deal as ever, and a drawn one is told and kept."""
+"""Test seeds: any of them works, small ones deal as ever, and a drawn one is told and kept."""
 
 import pytest
 

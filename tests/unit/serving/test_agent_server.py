@@ -1,4 +1,4 @@
-"""AgentServer: real clients over HTTP; what they read, and what is recorded of it."""
+"""Test AgentServer: real clients over HTTP; what they read, and what is recorded of it."""
 
 import asyncio
 import json
@@ -35,11 +35,6 @@ from tests.support.tiny_models import chat_tokenizer
 pytestmark = pytest.mark.anyio
 
 CALLS = 'Let me add. <tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
 
 
 def render(messages, **options):
@@ -80,7 +75,7 @@ def as_little(message):
 
 
 def as_blocks(message):
-    """Text in blocks, calls with an index, arguments written otherwise, fields of other servers."""
+    """Return text in blocks, calls with an index, other arguments, and other servers' fields."""
     given = message.model_dump(exclude_none=True)
     given["content"] = [{"type": "text", "text": given.get("content", "")}]
     for index, call in enumerate(given.get("tool_calls", [])):

@@ -29,11 +29,6 @@ from tests.support.served_chats import (
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
-
-
 HELLO = {"messages": QUESTION, "max_tokens": 20}
 CALL = {
     "id": "c",
@@ -160,7 +155,7 @@ class Always(Script):
 
 
 def places(value, path=()):
-    """Every place in a body, also the whole of it."""
+    """Yield every place in a body, also the whole of it."""
     yield path
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -171,7 +166,7 @@ MARK = "@@hostile@@"
 
 
 def body_with(body, path, value):
-    """The JSON of a body that has this text in one place."""
+    """Return the JSON of a body that has this text in one place."""
     if not path:
         return value
     copy = json.loads(json.dumps(body))
@@ -193,7 +188,7 @@ async def client_of(desk):
 
 
 def is_answer(reply):
-    """200, and JSON for any reader, in one piece or as events."""
+    """Tell whether it is 200, and JSON for any reader, in one piece or as events."""
     events = [line[5:] for line in reply.text.splitlines() if line.startswith("data:")]
     for text in events or [reply.text]:
         if text.strip() != "[DONE]":
@@ -202,7 +197,7 @@ def is_answer(reply):
 
 
 def is_refused_in_its_own_words(path, reply):
-    """An error as OpenAI's or Anthropic's API has it, that their clients do not retry."""
+    """Tell whether it is an error in OpenAI's or Anthropic's form, which clients do not retry."""
     body = reply.json()
     if path == "/messages":
         kinds = ("invalid_request_error", "not_found_error", "request_too_large")
@@ -488,7 +483,7 @@ async def test_a_call_that_no_client_could_read_is_text(arguments, path):
 
 
 async def raw(desk, sent):
-    """What comes back for these bytes until the server closes the connection."""
+    """Return what comes back for these bytes until the server closes the connection."""
     host, port = desk.server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -43,11 +43,6 @@ def engine(policy, tmp_path_factory):
     engine.close()
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 def new_rollout(policy, pictures=(SMALL,)):
     parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": "What?"}]
     chat = [{"role": "user", "content": parts}]

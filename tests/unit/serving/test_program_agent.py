@@ -1,4 +1,4 @@
-"""Programs and functions as agents: what is recorded, what they say, and how they may end."""
+"""Test programs and functions as agents: what is recorded, what they say, and how they may end."""
 
 import asyncio
 import functools
@@ -229,7 +229,7 @@ def test_a_program_that_fails_costs_its_rollout_alone(run, rollout, kind):
 
 
 def limit(call):
-    """Seconds that are plenty for what ``call`` does, however busy the machine is."""
+    """Return seconds that are plenty for what ``call`` does, however busy the machine is."""
     began = time.monotonic()
     call()
     return max(1.0, 10 * (time.monotonic() - began))

@@ -1,4 +1,4 @@
-"""Running programs: their input and output, limits, and that nothing of them is left."""
+"""Test running programs: their input and output, limits, and that nothing of them is left."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def launcher(request):
 async def result_of(
     launcher: Launcher, shell: str, limit: int = 10_000, seconds: float = 30.0, **request
 ) -> tuple[Ending | None, str]:
-    """How a shell's command ended (None: not in time), and what it printed."""
+    """Return how a shell's command ended (None: not in time), and what it printed."""
     asked = ProgramRequest(**({"env": ENV, "command": ["/bin/sh", "-c", shell]} | request))
     async with launcher.running(asked, b'{"id": 7}\n', limit) as program:
         try:
@@ -42,7 +42,7 @@ async def result_of(
 
 
 def marked(mark: str) -> list[str]:
-    """Processes with a mark in their environment: by their numbers here, not those inside."""
+    """Return processes with a mark in their environment, by their numbers outside."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -207,7 +207,7 @@ def test_programs_end_with_a_trainer_that_is_killed(alone, mark):
 
 
 def test_a_program_ends_with_its_keeper(launcher, mark):
-    """With all that it started, whoever else has to end that."""
+    """Everything that it started ends, too, whoever else has to end that."""
 
     async def run():
         shell = "setsid sleep 600 & echo $!; echo $$; exec sleep 600"
@@ -276,7 +276,7 @@ done | sort -u
 
 @pytest.mark.parametrize("privileged", [True, False])
 def test_programs_do_not_find_the_keys_of_others(privileged):
-    """With the right to make namespaces, and without, when each is in one of users too."""
+    """The sandbox may make namespaces; where it may not, each program has one of users, too."""
     launcher = Launcher()
     if not can_be_alone(launcher):
         pytest.skip("no namespaces on this machine")

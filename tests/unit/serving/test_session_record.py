@@ -1,4 +1,4 @@
-"""What a rollout keeps of its session: which it was, the tools that were offered, and how."""
+"""Test what a rollout keeps of its session: its id, the tools that were offered, and how."""
 
 import json
 
@@ -11,6 +11,7 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rollout import Rollout
 from lightning_rl.serving.ask import usage_of
+from tests.support.agents import add
 from tests.support.served_chats import (
     END,
     QUESTION,
@@ -22,11 +23,6 @@ from tests.support.served_chats import (
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def anyio_backend():
-    return "asyncio"
 
 
 SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object"}}}
@@ -101,16 +97,6 @@ async def test_what_an_earlier_attempt_offered_is_forgotten():
     ):
         await session.chat(QUESTION)
     assert rollout.extra.keys() == {"kept", "session_id"}
-
-
-def add(a: int, b: int) -> int:
-    """Add two numbers.
-
-    Args:
-        a: the first.
-        b: the second.
-    """
-    return a + b
 
 
 async def test_an_agent_with_tools_of_its_own_keeps_them_too():

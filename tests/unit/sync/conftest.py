@@ -1,4 +1,4 @@
-"""An engine whose replicas are threads, and every transport to it."""
+"""Provide an engine whose replicas are threads, and every transport to it."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.thread_replicas import ThreadEngine
 
 @pytest.fixture
 def engine(request, tiny_model):
-    """Two replicas, or as many as a test's parameter says."""
+    """Yield two replicas, or as many as a test's parameter says."""
     engine = ThreadEngine(getattr(request, "param", 2))
     engine.start(tiny_model)
     yield engine

@@ -50,7 +50,7 @@ class Link:
                     parameter.add_(0.01)
 
     def push(self, version):
-        """What came; all that the engine holds is compared with the policy's."""
+        """Push, return what came, and compare all that the engine holds with the policy."""
         compared = push(self.transport, self.engine, self.policy, version, self.sent)
         weights = dict(self.policy.named_weights())
         assert compared == len(weights)
@@ -68,7 +68,7 @@ def link(tiny_model, tmp_path):
 
 @pytest.fixture
 def names(link):
-    """All, and those that are trained."""
+    """Return all names, and those that are trained."""
     everything = set(dict(link.policy.named_weights()))
     return everything, {name for name in everything if not name.startswith(FROZEN)}
 

@@ -1,4 +1,4 @@
-"""Pushes of adapters alone, and without frozen weights, to replicas that are threads."""
+"""Test pushes of adapters alone, and without frozen weights, to replicas that are threads."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def lora_policy(tiny_model):
 
 @pytest.mark.parametrize("engine", [1, 2], indirect=True)
 def test_adapters_alone_make_the_merged_weights(connect, engine, lora_policy):
-    """To the bit, for the scale of 4 / 2 is exact."""
+    """The weights are equal to the bit, for the scale of 4 / 2 is exact."""
     transport = connect(adapters_only=True)
     # Float32 A of (2, 64) and B of (64, 2), of q and up in each of two layers.
     adapters = 4 * 2 * 2 * (2 * 64 + 64 * 2)
@@ -69,7 +69,7 @@ def test_a_restarted_replica_gets_base_and_adapters(connect, engine, lora_policy
     wait_for(lambda: doomed.version == 1)
     assert doomed.life == 2
     assert holds(doomed, merged)
-    # And one that dies in a push, or lost what refills it: the base comes again, from its copy.
+    # The base comes again, from its copy, to one that dies in a push, or lost what refills it.
     merged = train_adapters(lora_policy, 3)
     doomed.dies_at = "update_weights"
     transport.push(transport.weights_of(lora_policy), 2)
@@ -90,7 +90,7 @@ def test_frozen_weights_go_to_each_replica_once(connect, engine, tiny_model):
     policy.lm.model.layers[0].requires_grad_(False)
 
     def trained(version):
-        """What each replica loads of the next version; it holds all of it."""
+        """Push the next version, check that replicas hold all of it, and return what each loads."""
         with torch.no_grad():
             for parameter in policy.parameters():
                 if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""Replicas that die, are cut off and come back; they are threads, with the real receivers."""
+"""Test replicas that die, are cut off and come back; they are threads, with the real receivers."""
 
 import asyncio
 import re

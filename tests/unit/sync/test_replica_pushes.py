@@ -1,4 +1,4 @@
-"""Every transport to replicas that are threads, with the real receivers: what arrives."""
+"""Test every transport to replicas that are threads, with the real receivers: what arrives."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_a_transport_of_ones_own_fills_replicas_too(tmp_path, engine, weights, o
 
 def test_a_transport_in_the_script_that_runs_is_refused(tmp_path, engine, own_transport):
     class Own(own_transport):
-        """As if it stood in the script."""
+        """A class as if it stood in the script."""
 
         __module__ = "__main__"
         fetch = staticmethod(own_transport.fetch)

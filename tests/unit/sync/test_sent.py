@@ -1,4 +1,4 @@
-"""What was sent and what is held, tensor by tensor: with a real engine in this process."""
+"""Test what was sent and what is held, tensor by tensor, with a real engine in this process."""
 
 import logging
 import random
@@ -29,7 +29,7 @@ from tests.support.tiny_models import chatml_tokenizer, save_random_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """One whose output head is a weight of its own, and in which one matrix is a square."""
+    """Make a model with an output head of its own, in which one matrix is a square."""
     directory = tmp_path_factory.mktemp("untied")
     save_random_model(directory, chatml_tokenizer(), vocab_size=288, tie_word_embeddings=False)
     return directory
@@ -51,7 +51,7 @@ def started(skeleton, dtype="float32", cls=TransformersEngine, **roles):
 
 
 def move(policy, seed):
-    """Other weights; returns those before."""
+    """Move to other weights; return those before."""
     before = {name: weight.clone() for name, weight in policy.named_weights()}
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -124,7 +124,7 @@ def test_weights_that_change_between_pushes_are_found_too(model, skeleton_of_mod
 
 def test_a_files_weights_are_compared_with_the_trainers(model, skeleton_of_model, tmp_path):
     class Stale(CheckpointTransport):
-        """Always the first file that there was."""
+        """Always returns the first file that there was."""
 
         @staticmethod
         def fetch(bucket):
@@ -216,7 +216,7 @@ class Says(TransformersEngine):
 
 
 def passed(weights, sent, version):
-    """All weights of a push, which the record notes."""
+    """Pass all weights of a push, which the record notes."""
     sent.begin(Says(dtype="bfloat16", device="cpu"), version)
     for name, weight in weights:
         sent.note(name, weight)

@@ -1,4 +1,4 @@
-"""Replicas that join and leave during a run, and the lists that say so."""
+"""Test replicas that join and leave during a run, and the lists that say so."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ ONE = Sampling(max_tokens=1)
 
 
 class HeldReplica(ThreadReplica):
-    """It answers when it is told to."""
+    """A replica that answers when it is told to."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -117,7 +117,7 @@ def test_all_may_leave_and_others_come(transport, engine, weights):
 
 
 def with_one_that_is_asked(engine, weights):
-    """A transport that has pushed version 3, and a third replica, which is asked next."""
+    """Return a transport that has pushed version 3, and a third replica, which is asked next."""
     transport = MemoryTransport()
     transport.connect(engine)
     transport.push(weights.items(), 3)
@@ -130,7 +130,7 @@ def with_one_that_is_asked(engine, weights):
 
 
 def asked(engine, leaving, then):
-    """A completion that ``leaving`` is asked for before it leaves, and then something happens."""
+    """Ask ``leaving`` for a completion before it leaves; then let something happen."""
 
     async def run():
         request = asyncio.create_task(engine.generate([3], ONE, 7))
@@ -192,7 +192,7 @@ def test_a_machine_that_vanished_is_not_waited_for(engine, weights):
 
 
 def test_a_call_while_a_server_is_closed_finds_it_lost():
-    """As when one leaves in the middle of a push."""
+    """A server may leave in the middle of a push."""
 
     class Closing:
         async def close(self):

@@ -1,4 +1,4 @@
-"""When weights are pushed, and how they are cut, compared and written."""
+"""Test when weights are pushed, and how they are cut, compared and written."""
 
 import os
 from inspect import isabstract
@@ -41,7 +41,7 @@ TOO_OLD = CollectorStatus(in_flight=0, done=0, wanted=4, may_issue=False, used_u
 
 
 def pushes(schedule, statuses):
-    """Versions at which it pushes, with one status after each iteration from 1 on."""
+    """Return versions at which it pushes, with one status after each iteration from 1 on."""
     pushed, engine = [], 0
     for trainer, status in enumerate(statuses, 1):
         if schedule.should_sync(SyncState(trainer, engine, status)):
@@ -107,7 +107,7 @@ class Takes(TransformersEngine):
 
 
 def test_an_engine_in_this_process_is_given_the_trainers_own_tensors(tmp_path):
-    """By a transport that stages, what it has staged, cast to the engine's dtype."""
+    """A transport that stages gives what it has staged, cast to the engine's dtype."""
     weights = [("a.weight", torch.ones(2)), ("b.weight", torch.zeros(3))]
     engine = Takes(dtype="bfloat16", device="cpu")
     direct, staged = MemoryTransport(), CheckpointTransport(str(tmp_path))
@@ -139,7 +139,7 @@ def test_a_unit_is_what_engines_fuse():
 
 
 def layers(*sizes):
-    """Units 0, 1, ... of two tensors each, of these numbers of elements."""
+    """Return units 0, 1, ... of two tensors each, of these numbers of elements."""
     return [
         (f"{unit}.{part}.weight", torch.full((size,), float(10 * unit + part)))
         for unit, size in enumerate(sizes)
@@ -190,7 +190,7 @@ def test_each_weight_has_its_place_in_a_buffer():
 
 
 def test_what_is_kept_stays_where_it_was_staged():
-    """Of three buckets one has nothing that comes, and of another a half."""
+    """One of three buckets has nothing that comes, and another a half."""
     weights = layers(1, 1, 1, 1, 1)
     before, buffers = [], []
     for part in divided(weights, 256):
@@ -300,7 +300,7 @@ def test_a_file_of_another_version_is_refused(tmp_path):
 
 
 def test_old_files_are_removed_by_age(tmp_path, tiny_model):
-    """To an engine in this process. A run that resumes from version 1 writes older numbers."""
+    """The engine is in this process. A run that resumes from version 1 writes older numbers."""
     engine = TransformersEngine(device="cpu")
     engine.start(tiny_model)
     weights = dict(Policy(str(tiny_model)).named_weights())
@@ -322,7 +322,7 @@ def test_old_files_are_removed_by_age(tmp_path, tiny_model):
 
 
 def test_a_file_is_kept_whatever_its_age(tmp_path):
-    """Where a clock is behind, or too coarse, the file that was just written seems old."""
+    """A clock that is behind, or too coarse, makes the file that was just written seem old."""
     transport = CheckpointTransport(str(tmp_path), keep=1)
     os.utime(write(tmp_path, {"a.w": torch.zeros(1)}, 7), (2**33, 2**33))
     path = write(tmp_path, {"a.w": torch.ones(1)}, 8)
@@ -366,7 +366,7 @@ def test_what_a_push_takes_of_a_gpu_is_its_buckets_not_a_copy(monkeypatch):
 
 
 def test_the_pair_table_is_what_the_classes_say():
-    """And each pair that it denies is refused by ``connect``."""
+    """Each pair that the table denies is refused by ``connect``, too."""
     page = (Path(__file__).parents[3] / "docs" / "sync.md").read_text(encoding="utf-8")
     table = page.partition("<!-- pairs -->\n")[2].partition("\n\n")[0]
     head, _, *rows = (

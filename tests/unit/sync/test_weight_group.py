@@ -1,4 +1,4 @@
-"""Groups by which weights are broadcast: peers that never come, hang, or leave."""
+"""Test groups by which weights are broadcast: peers that never come, hang, or leave."""
 
 import subprocess
 import sys
@@ -57,7 +57,7 @@ sender.close_soon()
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["idle", "hanging"])
 def test_a_process_that_leaves_a_group_last_ends_cleanly(hangs):
-    """Whether its peer is idle, or hangs in a broadcast that it never takes."""
+    """The peer is idle, or hangs in a broadcast that it never takes."""
     done = subprocess.run(
         [sys.executable, "-c", LEAVES.format(hangs=hangs)], capture_output=True, text=True
     )

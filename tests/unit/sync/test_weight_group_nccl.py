@@ -1,4 +1,4 @@
-"""A weight group over NCCL, which is not here: how it is made, and what its errors become.
+"""Test a weight group over NCCL, which is not here: how it is made, and what its errors become.
 
 What a real one does is written in torch's ProcessGroupNCCL: with TORCH_NCCL_BLOCKING_WAIT it starts
 no watchdog, and ``wait`` aborts the communicator and raises when the time is over.

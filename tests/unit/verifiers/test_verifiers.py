@@ -1,4 +1,4 @@
-"""Environments for verifiers: what is refused or told before one is hosted."""
+"""Test environments for verifiers: what is refused or told before one is hosted."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""A worker that sends invalid messages: whoever asked it is told, and waits for nothing."""
+"""Test a worker that sends invalid messages: whoever asked it is told, and waits for nothing."""
 
 import asyncio
 import sys
@@ -56,7 +56,7 @@ def hosting(tmp_path):
 
 
 async def asked(hosting, count=1):
-    """What each of several askers gets, within a minute; afterwards nothing is left."""
+    """Return what each of several askers gets, within a minute; afterwards nothing is left."""
     worker = Worker(hosting)
     await worker.start()
     process = worker._process.pid

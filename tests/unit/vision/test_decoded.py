@@ -12,7 +12,7 @@ ONE, OTHER, LATER = picture(1, 32, 48), picture(2), picture(3, 64, 32)
 
 
 def rollout(pictures, later=(), index=0):
-    """Pictures of a prompt, each one token here, and one in each of the turns after it."""
+    """Make pictures of a prompt, each a token here, and one in each of the turns after it."""
     chat = [{"role": "user", "content": "?"}]
     places = list(range(len(pictures)))
     prompt = Prompt("p", chat, [7] * (len(pictures) + 1), pictures=pictures, places=places)

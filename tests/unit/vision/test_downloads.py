@@ -4,7 +4,6 @@ import json
 import pickle
 import threading
 from copy import deepcopy
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -13,14 +12,14 @@ from lightning_rl.errors import PictureError
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.vision.downloads import AT_ONCE, Downloads
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
-from tests.support.serving import serving
+from tests.support.serving import Loopback, Quiet, serving
 from tests.support.tiny_vision import picture, save_vision_model
 
 GIVEN = PictureLimits(retries=0), PictureAccess()
 
 
-class Handler(BaseHTTPRequestHandler):
-    """``/3.png`` waits until the server's whole party has asked; ``/404`` has nothing to show."""
+class Handler(Quiet):
+    """Lets ``/3.png`` wait until the whole party has asked; ``/404`` has nothing to show."""
 
     def do_GET(self):
         server = self.server
@@ -34,21 +33,13 @@ class Handler(BaseHTTPRequestHandler):
             server.now -= 1
         found = self.path.endswith(".png")
         body = picture(int(self.path[1:-4])).data if found else b""
-        self.send_response(200 if found else 404)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        """Quiet."""
+        self.send(200 if found else 404, body)
 
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.asked, server.party = True, [], None
-    server.lock, server.now, server.most = threading.Lock(), 0, 0
-    server.url = f"http://127.0.0.1:{server.server_port}"
+    server = Loopback(Handler)
+    server.party, server.lock, server.now, server.most = None, threading.Lock(), 0, 0
     with serving(server):
         yield server
 
@@ -94,7 +85,7 @@ def tokenizer(tmp_path_factory):
 
 
 def prompts_of(server, folder, tokenizer, *paths, **options):
-    """A row for each path: every other one has it in its chat, others in a column."""
+    """Make a row for each path: every other one has it in its chat, others in a column."""
     lines = []
     for number, path in enumerate(paths):
         part = {"type": "image_url", "image_url": {"url": server.url + path}}

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Placed, Prompt, Rollout, Row
 from lightning_rl.vision.reader import encode
 from lightning_rl.vision.training import Vision
+from tests.support.architectures import policy_of
 from tests.support.doubles import EXACT
 from tests.support.followed import kept_for_backward
 from tests.support.tiny_vision import FAMILIES, VOCAB, picture, save_vision_model, vision_tokenizer
@@ -37,18 +37,8 @@ def model(request, tmp_path_factory):
     return save_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@cache
-def loaded(model):
-    return Policy(str(model))
-
-
-def policy_of(model):
-    """A policy of its own: to copy one takes a fifteenth of the time of loading it."""
-    return copy.deepcopy(loaded(model))
-
-
 def asked(policy, pictures, text="What?", number="p"):
-    """A prompt of a chat that begins with the pictures."""
+    """Make a prompt of a chat that begins with the pictures."""
     parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": parts}]
     rendered = policy.tokenizer.apply_chat_template(
@@ -59,7 +49,7 @@ def asked(policy, pictures, text="What?", number="p"):
 
 
 def answered(prompt, token_ids, group="g", more=(), index=0):
-    """A rollout; ``more`` are pictures that an environment shows after what was written."""
+    """Make a rollout; ``more`` are pictures that an environment shows after it."""
     row = Row.of(prompt)
     row.append_written(list(token_ids), [0.0] * len(token_ids), [0] * len(token_ids))
     for given, placed in more:
@@ -69,7 +59,7 @@ def answered(prompt, token_ids, group="g", more=(), index=0):
 
 
 def shown(policy, *pictures):
-    """Given tokens with pictures among them, and their places."""
+    """Return given tokens with pictures among them, and their places."""
     mark = policy.reader.family.placeholder
     marks = [token for _ in pictures for token in (mark, 41)]
     ids, places = policy.reader.expand([40, *marks], pictures)
@@ -77,7 +67,7 @@ def shown(policy, *pictures):
 
 
 def by_transformers(policy, rollout):
-    """Logprobs of the model's own tokens, from transformers' forward on the pixels."""
+    """Return logprobs of the model's own tokens, from transformers' forward on the pixels."""
     row = rollout.rows[0]
     ids = torch.tensor([row.prompt_ids + row.token_ids])
     family = policy.reader.family
@@ -92,7 +82,7 @@ def by_transformers(policy, rollout):
 
 
 def several(policy):
-    """Shared pictures, pictures beside each other, and some that come in later turns."""
+    """Make shared pictures, pictures beside each other, and some that come in later turns."""
     one, two = asked(policy, [SMALL], number="a"), asked(policy, [WIDE, SMALL], "Both?", "b")
     plain = asked(policy, [], "Text.", "c")
     return [
@@ -113,7 +103,7 @@ def test_packed_scores_are_those_of_transformers(model, in_double):
 
 
 def test_deeper_states_come_of_each_picture_or_of_all_in_one(tmp_path):
-    """As from transformers 5.19 on, and before: a model that is told nothing else is the same."""
+    """Pictures' states before transformers 5.19 and since give the same model."""
     policy = Policy(str(save_vision_model(tmp_path / "model", "qwen3_vl")))
     family, body = policy.reader.family, policy.lm.base_model
     pictures = [policy.reader.prepare(p) for p in (SMALL, WIDE)]
@@ -171,7 +161,7 @@ def test_order_of_a_pack_does_not_matter(model):
 
 
 def count_features(policy):
-    """The pictures of each run of the tower."""
+    """Return the pictures of each run of the tower."""
     runs, family = [], policy.reader.family
     original = family.features
 

@@ -1,28 +1,20 @@
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 
 import pytest
-from PIL import Image
 
 from lightning_rl.errors import PictureError
 from lightning_rl.vision.fetching import is_public
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
 from lightning_rl.vision.loading import load_picture
-from tests.support.serving import serving
+from tests.support.serving import Loopback, Quiet, serving
+from tests.support.tiny_vision import png
 
 STRANGER = PictureAccess(files=False, private_hosts=False)
 
 
-def png():
-    file = BytesIO()
-    Image.new("RGB", (3, 2), "red").save(file, "PNG")
-    return file.getvalue()
-
-
-class Handler(BaseHTTPRequestHandler):
-    """``/404`` answers so, ``/to/x`` leads on to ``/x``, and others do as their names say."""
+class Handler(Quiet):
+    """Answers ``/404`` so; ``/to/x`` leads on to ``/x``, and others do as their names say."""
 
     def do_GET(self):
         self.server.asked.append(self.path)
@@ -30,7 +22,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/twice/"):  # as the rest says, and then a picture
             path = "/a.png" if self.server.asked.count(path) > 2 else path.removeprefix("/twice")
         if path == "/a.png":
-            return self.send(200, png())
+            return self.send(200, png("red", 3, 2))
         if path == "/endless":
             self.send_response(200)
             self.end_headers()
@@ -49,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
-            self.wfile.write(png())
+            self.wfile.write(png("red", 3, 2))
             return self.connection.close()
         if path == "/drop":
             return self.connection.close()
@@ -64,23 +56,11 @@ class Handler(BaseHTTPRequestHandler):
             return self.send(200, b"<html>not here</html>")
         return self.send(int(path[1:]), b"")
 
-    def send(self, status, body, **headers):
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *args):
-        """Quiet."""
-
 
 @pytest.fixture
 def server():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads, server.asked, server.closing = True, [], threading.Event()
-    server.url = f"http://127.0.0.1:{server.server_port}"
+    server = Loopback(Handler)
+    server.closing = threading.Event()
     with serving(server):
         yield server
         server.closing.set()
@@ -95,7 +75,7 @@ def refused(url, words, access=None, **limits):
 
 def test_a_picture_of_a_server_also_where_it_leads_on(server):
     for path in ("/a.png", "/to/to/a.png"):
-        assert load_picture(server.url + path, PictureLimits()).data == png()
+        assert load_picture(server.url + path, PictureLimits()).data == png("red", 3, 2)
 
 
 @pytest.mark.parametrize(
@@ -123,9 +103,9 @@ def test_a_server_that_hangs_costs_a_time_limit(server):
 
 
 def test_what_may_pass_is_tried_again(server):
-    assert load_picture(server.url + "/twice/503", PictureLimits()).data == png()
+    assert load_picture(server.url + "/twice/503", PictureLimits()).data == png("red", 3, 2)
     assert server.asked == ["/twice/503"] * 3
-    assert load_picture(server.url + "/twice/drop", PictureLimits()).data == png()
+    assert load_picture(server.url + "/twice/drop", PictureLimits()).data == png("red", 3, 2)
     server.asked.clear()
     refused(server.url + "/404", "answered 404", retries=2)
     refused(server.url + "/503", "answered 503", retries=1)
@@ -167,19 +147,16 @@ def test_a_host_can_be_allowed_and_does_not_lead_to_others(server):
         found = load_picture(url + "/a.png", PictureLimits(), access=allowed)
     except PictureError as error:  # pragma: no cover - a machine without the name
         pytest.skip(str(error))
-    assert found.data == png()
+    assert found.data == png("red", 3, 2)
 
     class Onward(Handler):
         def do_GET(self):
             self.send(302, b"", Location=server.url + "/a.png")
 
     server.asked.clear()
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Onward)
-    threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
-    refused(f"http://localhost:{other.server_port}/x", "public internet", access=allowed)
+    with serving(Loopback(Onward)) as other:
+        refused(f"http://localhost:{other.server_port}/x", "public internet", access=allowed)
     assert server.asked == []
-    other.shutdown()
-    other.server_close()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def red(width=3, height=2):
 
 
 def header_of(width, height):
-    """A PNG file that says it is so large, and holds nothing."""
+    """Make a PNG file that says it is so large, and holds nothing."""
 
     def chunk(kind, data):
         return (

@@ -1,24 +1,17 @@
 import base64
 from copy import deepcopy
-from io import BytesIO
 
 import pytest
-from PIL import Image
 
 from lightning_rl.errors import PictureError
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.messages import has_pictures, pictures_of, with_sources
+from tests.support.tiny_vision import png
 
 LIMITS = PictureLimits()
 
 
-def png(color):
-    file = BytesIO()
-    Image.new("RGB", (2, 2), color).save(file, "PNG")
-    return file.getvalue()
-
-
-RED, BLUE = png("red"), png("blue")
+RED, BLUE = png("red", 2, 2), png("blue", 2, 2)
 TEXT = base64.b64encode(RED).decode()
 URI = f"data:image/png;base64,{TEXT}"
 

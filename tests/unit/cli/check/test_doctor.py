@@ -102,7 +102,7 @@ def test_older_vllms_work_but_for_what_is_said(version, lacks):
 def test_a_torchvision_that_breaks_imports_is_serious(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # What a CUDA torchvision does on import beside a CPU torch.
+    # A CUDA torchvision does this on import beside a CPU torch.
     (tmp_path / "torchvision.py").write_text(
         "raise RuntimeError('operator torchvision::nms does not exist')"
     )

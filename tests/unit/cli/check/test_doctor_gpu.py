@@ -1,4 +1,4 @@
-"""What the doctor says of GPUs, of what compiles for them, and the sandbox; answers are faked."""
+"""Test what the doctor says of GPUs, compilers and the sandbox; answers are faked."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What training and its engine take of a GPU, calculated by hand."""
+"""Test the memory that training and its engine take of a GPU, calculated by hand."""
 
 import pytest
 import torch
@@ -46,13 +46,13 @@ def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_
         parts = plan(policy, pack, [policy], precision=precision, shards=4).parts
         assert parts["weights"] == parts["gradients"] == parts["other models"] == WHOLE
         assert parts["optimizer (AdamW)"] == 2 * WHOLE
-        # Of so few tokens the head's logits: beside what is outside, the message of the last layer.
+        # The peak of so few tokens is at the head's logits: outside weights and the last message.
         assert parts["gathered"] == width * (OUTSIDE + LAYER)
         assert "copies of weights" not in parts
 
 
 def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
-    """Of a rollout of 1 and 800 tokens two pairs of ranks have 400 queries each, on two heads.
+    """Two pairs of ranks have 400 queries each of a rollout of 1 and 800 tokens, on two heads.
 
     The first has the first 200 and the last, which see 201 and 801 keys, and the prompt's 1. The
     last token, which is not computed, is planned, too.
@@ -73,7 +73,7 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
 
 
 def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
-    """Of a tiny model with two heads of keys: all but norms is halved, then sharded in two."""
+    """All but the norms of a tiny model with two heads of keys is halved, then sharded in two."""
     sizes = {"vocab_size": 16, "num_key_value_heads": 2}
     save_random_model(tmp_path, make_tokenizer(), **sizes)
     policy = Policy(str(tmp_path))
@@ -87,7 +87,7 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
     layer = (part - outside) // 2
     assert parts["gathered"] == 4 * (outside + layer)
     assert parts["whole gradients"] == 4 * outside  # of the head and the last norm
-    # What is alike on both, the states between layers, and half of the rest.
+    # These are alike on both: the states between layers, and half of the rest.
     kept = f"activations of {forward_tokens(pack)} tokens"
     whole = plan(policy, pack).parts[kept]
     assert whole / 2 < parts[kept] < whole
@@ -100,7 +100,7 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
 
 
 def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, pack):
-    """Of eight experts with three matrices of 32 x 64 a layer; two heads of 32, one of keys."""
+    """Each layer has eight experts of three 32 x 64 matrices; two heads of 32, one of keys."""
     policy = Policy(str(saved_mixture("qwen3_moe", tmp_path)))
     experts, outside = 8 * 3 * 32 * 64, 2 * 16 * 64 + 64
     attention = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 2 * 32
@@ -133,7 +133,7 @@ def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, pack)
     policy = Policy(str(tiny_model))
     full, mixed = (plan(policy, pack, precision=p).parts for p in ("32-true", "bf16-mixed"))
     assert mixed["weights"] == full["weights"] == 4 * WHOLE
-    # Of all matrices in the layers a copy of 2 bytes; and of the head its gradient.
+    # All matrices in the layers have a copy of 2 bytes; and the head has its gradient.
     assert mixed["copies of weights"] == 2 * 2 * MATRICES + 4 * 16 * 64
     activations = f"activations of {forward_tokens(pack)} tokens"
     assert 0.3 * full[activations] < mixed[activations] < 0.9 * full[activations]
@@ -173,7 +173,7 @@ def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, pack, fo
         assert parts["gradients"] == width * trained
     # An engine holds them all.
     assert sum(weights_in(policy.lm).values()) == WHOLE + trained
-    # Of a plain one autograd keeps autocast's copies, but where no gradient comes through.
+    # Autograd keeps autocast's copies of a plain one, but where no gradient comes through.
     plain = plan(Policy(str(tiny_model), lora=LoRA(rank=4)), pack, precision="bf16-mixed").parts
     mixed = plan(policy, pack, precision="bf16-mixed").parts
     assert plain["copies of weights"] - mixed.get("copies of weights", 0) > 2 * MATRICES
@@ -186,7 +186,7 @@ def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
     activations = f"activations of {forward_tokens(pack)} tokens"
     kept = plan(Policy(str(tiny_model)), pack).parts[activations]
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": True})
-    # At least two layers' inputs and half of what both keep.
+    # Two layers keep at least their inputs, and half of what both keep.
     inputs = 2 * forward_tokens(pack) * 64 * 4
     assert inputs + kept // 2 <= plan(policy, pack).parts[activations] < kept
     assert all(layer.gradient_checkpointing for layer in policy.lm.model.layers)
@@ -209,7 +209,7 @@ def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, pack, monkey
 
 
 def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pack, monkeypatch):
-    """Beside the head's gradient, which is not there in the forward pass."""
+    """The chunk lies beside the head's gradient, which is not there in the forward pass."""
     from lightning_rl.models import heads
 
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
@@ -236,7 +236,7 @@ def test_what_sampling_does_to_logits_takes_memory(tmp_path, monkeypatch):
 
 
 def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, pack):
-    """In the first the head's alone: an embedding, which it is tied to, and a norm."""
+    """The first pass has the head's alone: an embedding, which it is tied to, and a norm."""
     policy = Policy(str(tiny_model))
     first = training_memory(policy, [], torch.optim.AdamW, pack, passes=1)
     later = training_memory(policy, [], torch.optim.AdamW, pack, passes=2)

@@ -1,4 +1,4 @@
-"""What is there at each moment of an update, calculated by hand."""
+"""Test what memory holds at each moment of an update, calculated by hand."""
 
 from collections import Counter
 
@@ -35,7 +35,7 @@ USED = {
     (LAYER_BACKWARD, True): 55 + 5,
     (REDUCED, True): 40 + 9,
 }
-"""By moment, and whether another layer's backward pass is over: what a pass has besides weights."""
+"""The memory of a pass beside weights, by moment, and whether another backward pass is over."""
 
 
 def totals(gathering: Gathering) -> list[float]:
@@ -66,7 +66,7 @@ def test_shared_weights_are_gathered_layer_by_layer():
 
 
 def test_gradients_of_a_large_vocabulary_are_summed_last(tmp_path):
-    """Outside of layers: whole in float32, and in the message that they go in."""
+    """They are whole in float32 outside of layers, and in the message that they go in."""
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14, tie_word_embeddings=False)
     pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 2))
     placement = Placement(precision="bf16-mixed", shards=2)
@@ -123,7 +123,7 @@ def pack():
 
 
 def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch):
-    """Of a matrix of 64 x 64 in few bits, what unpacking takes is no activation."""
+    """Unpacking a matrix of 64 x 64 in few bits takes no activation."""
 
     class Seen(Tracker):
         most: Counter

@@ -1,4 +1,4 @@
-"""What an update's batches and memory are, by hand and against the update itself."""
+"""Test an update's batches and memory, by hand and against the update itself."""
 
 import gc
 import weakref
@@ -77,7 +77,7 @@ def test_activations_grow_with_the_tokens(tiny_model):
         pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
         return kept_for_backward(policy, pack) / forward_tokens(pack)
 
-    # What one group tells of eight: that is how the estimate is made.
+    # One group stands for eight: that is how the estimate is made.
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
     # Two layers, each with at least its inputs in float32: 64 numbers to four projections.
     assert kept(1) > 2 * 4 * 64 * 4
@@ -148,7 +148,7 @@ def test_models_of_rewards_are_planned_from_their_configurations(tiny_model, tmp
     module.configure_model()
     learning = Learning(module, data, data.train_prompts.first(), 1)
     elements = sum(p.numel() for p in module.parameters())
-    # On a GPU: the teacher whose device is open, and the reward model on the same GPU.
+    # The teacher whose device is open and the reward model are both on the GPU.
     _, memory = learning.told(Placement(torch.device("cuda")))
     on_gpu = 2 * elements + 4 * (elements + 64)
     assert memory.parts["other models, of rewards"] == on_gpu

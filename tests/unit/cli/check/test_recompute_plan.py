@@ -1,4 +1,4 @@
-"""The planned memory of recomputed layers, against every allocation of a backward pass."""
+"""Test the planned memory of recomputed layers, against every allocation of a backward pass."""
 
 import pytest
 import torch
