@@ -203,7 +203,7 @@ def no_signal_left() -> str:
     section = (
         Path("docs/guards.md")
         .read_text(encoding="utf-8")
-        .split("### A run that has no signal left")[1]
+        .split("### Runs without a signal")[1]
     )
     return section.split("```yaml\n")[1].split("```")[0]
 
