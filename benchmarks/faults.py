@@ -1,4 +1,4 @@
-"""Report what breaks on purpose, what comes of it, and how long that takes.
+"""Injected faults: what each causes, and how long that takes.
 
     python -m benchmarks.faults [--ray] [--save]
 
@@ -66,7 +66,7 @@ def faults_in(results: Path) -> list[Fault]:
 
 
 def table(faults: list[Fault]) -> list[str]:
-    lines = ["| broken on purpose | what happened | seconds | test |", "|---|---|---|---|"]
+    lines = ["| injected fault | what happened | seconds | test |", "|---|---|---|---|"]
     for fault in faults:
         seconds = f"{fault.seconds:.2f}" if fault.seconds < 10 else f"{fault.seconds:.0f}"
         lines.append(f"| {fault.injected} | {fault.happened} | {seconds} | `{fault.test}` |")

@@ -188,7 +188,7 @@ def test_a_server_started_as_the_page_says_can_be_worked_with(
 ):
     """The command for GPUs, and what it says to add on CPUs. It stops at ends that it is told."""
     page = (Path(__file__).parents[2] / "docs" / "sync.md").read_text("utf-8")
-    section = page.partition("### Servers that run already")[2]
+    section = page.partition("### Existing servers")[2]
     command, further = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[:2]
     port = free_port()
     monkeypatch.setenv(KEY, "secret")

@@ -1,9 +1,9 @@
-"""Write the tables of classes' arguments in the documentation, from signatures and docstrings.
+"""Write the tables of classes' arguments in the reference, from signatures and docstrings.
 
     python -m tests.support.argument_tables         writes them into the pages
 
-A page says which classes it introduces: ``<!-- arguments: WeightSync FixedSchedule -->``. What
-stands from there to ``<!-- /arguments -->`` is made.
+A page of ``docs/api`` lists the classes: ``<!-- arguments: WeightSync FixedSchedule -->``. The text
+from there to ``<!-- /arguments -->`` is generated.
 """
 
 import re
@@ -14,13 +14,13 @@ from lightning_rl.cli.help import Argument, arguments_of
 from lightning_rl.config.names import public
 from tests.support.pages import ROOT
 
-DOCS = ROOT / "docs"
+REFERENCE = ROOT / "docs" / "api"
 MARKED = re.compile(r"<!-- arguments: ([\w ]+) -->\n.*?<!-- /arguments -->", re.DOTALL)
 
 
 def pages() -> dict[Path, list[str]]:
     """Return the classes whose tables are in each page that has any."""
-    found = {path: classes_in(path.read_text(encoding="utf-8")) for path in DOCS.rglob("*.md")}
+    found = {path: classes_in(path.read_text(encoding="utf-8")) for path in REFERENCE.glob("*.md")}
     return {path: names for path, names in found.items() if names}
 
 

@@ -191,9 +191,7 @@ def test_a_run_ends_when_a_policy_has_no_signal_left(tiny_model, train_on, two_r
 def no_signal_left() -> str:
     """Return the configuration that the page of guards has for this."""
     section = (
-        Path("docs/guards.md")
-        .read_text(encoding="utf-8")
-        .split("### A run that has no signal left")[1]
+        Path("docs/guards.md").read_text(encoding="utf-8").split("### Runs without a signal")[1]
     )
     return section.split("```yaml\n")[1].split("```")[0]
 
