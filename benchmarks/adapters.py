@@ -5,8 +5,8 @@
 The quickstart's model (1.6 million random weights) writes 256 completions of 12 tokens: by one
 policy, whose adapters are merged into the engine's weights, or half of them by each of two. These
 have one engine, with the base once (`VLLMAdapters`, `TransformersAdapters`), or one each, with
-merged weights (as `PolicyEngines` has them). The ways take turns in one process. Each is told what
-it is to write by a push before each round; pushes are timed by themselves.
+merged weights (as `MultiPolicyEngine` has them). The ways take turns in one process. Each is told
+what it is to write by a push before each round; pushes are timed by themselves.
 
 The last line is JSON: CPU seconds of a round and of a push, and `ratio`, the median over the rounds
 of a round's seconds over those of the one merged policy in the same engine.
@@ -26,7 +26,12 @@ import torch
 from benchmarks.support.results import parser_of, report
 from lightning_rl import LoRA, MemoryTransport, Sampling, TransformersEngine, VLLMLocal
 from lightning_rl.engines.base import Engine
-from lightning_rl.extend import PolicyEngines, TransformersAdapters, VLLMAdapters, WeightTransport
+from lightning_rl.extend import (
+    MultiPolicyEngine,
+    TransformersAdapters,
+    VLLMAdapters,
+    WeightTransport,
+)
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.loop.background import run_async
@@ -45,10 +50,10 @@ def vllm(kind: type[VLLMLocal], **options: Any) -> VLLMLocal:
 WAYS: dict[str, Callable[[int], Engine]] = {
     "VLLMLocal, one policy": lambda rank: vllm(VLLMLocal),
     "VLLMAdapters": lambda rank: vllm(VLLMAdapters, max_lora_rank=rank),
-    "two VLLMLocal": lambda rank: PolicyEngines({name: vllm(VLLMLocal) for name in NAMES}),
+    "two VLLMLocal": lambda rank: MultiPolicyEngine({name: vllm(VLLMLocal) for name in NAMES}),
     "TransformersEngine, one policy": lambda rank: TransformersEngine(device="cpu"),
     "TransformersAdapters": lambda rank: TransformersAdapters(device="cpu"),
-    "two TransformersEngine": lambda rank: PolicyEngines(
+    "two TransformersEngine": lambda rank: MultiPolicyEngine(
         {name: TransformersEngine(device="cpu") for name in NAMES}
     ),
 }

@@ -73,8 +73,8 @@ def gaps(module: PolicyModule, engine: TransformersEngine, mixed: bool) -> dict[
             scores = policy(batch)
         apart = (scores.logprobs - batch["tokens", "rollout_logprobs"][scores.live]).abs()
         found |= {f"gap{suffix}": float(apart.mean()), f"gap_max{suffix}": float(apart.max())}
-    assert scores.heard is not None
-    return found | {"other_experts": float(scores.heard.otherwise)}
+    assert scores.router_outputs is not None
+    return found | {"other_experts": float(scores.router_outputs.otherwise)}
 
 
 def trained(model: Path, dtype: str, replays: bool, updates: int) -> dict[str, Any]:

@@ -102,7 +102,7 @@ class Way:
 
     def __init__(self, engine: Engine, rank: int, skeleton: Path) -> None:
         self.engine, self.transport = engine, MemoryTransport()
-        engine.follow_lora(rank, lambda: None)
+        engine.configure_lora(rank, lambda: None)
         engine.start(skeleton)
         self.transport.connect(engine)
         self.figures: dict[str, list[float]] = {"gap": [], "drift": [], "write": [], "push": []}

@@ -46,8 +46,10 @@ def main(config: str, *options: str) -> None:
     for rollout in rollouts:  # else the update would leave them out
         rollout.reward = float(rollout.sample_index % 2)
     update = module.update
-    packs = cut(pack_rollouts(rollouts), update.minibatches, update.tokens_per_pack)
-    largest = max((pack for parts in packs for pack in parts), key=forward_tokens)
+    micro_batches = cut(pack_rollouts(rollouts), update.minibatches, update.tokens_per_micro_batch)
+    largest = max(
+        (micro_batch for parts in micro_batches for micro_batch in parts), key=forward_tokens
+    )
     others = [] if module.reference is None else [module.reference]
     placement = Placement(precision=str(cli.trainer.precision))
     estimate = training_memory(
@@ -57,7 +59,7 @@ def main(config: str, *options: str) -> None:
         largest,
         placement,
         bonus=module.objective.entropy is not None,
-        passes=max(map(len, packs)),
+        passes=max(map(len, micro_batches)),
     )
     print("\n".join(estimate.lines()))
     trainer.fit(module, LazyLoader(lambda _: pack_rollouts(rollouts), 1))
@@ -68,7 +70,7 @@ def main(config: str, *options: str) -> None:
         json.dumps(
             {
                 "config": config,
-                "pack_tokens": forward_tokens(largest),
+                "micro_batch_tokens": forward_tokens(largest),
                 "estimated_mib": round(estimated / 2**20, 1),
                 "measured_mib": round(measured / 2**20, 1),
                 "ratio": round(estimated / measured, 3),

@@ -1,4 +1,4 @@
-"""What do packs without padding, and prompts computed once, save of a training step?
+"""What do micro-batches without padding, and prompts computed once, save of a training step?
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing [--save]
 
@@ -6,9 +6,9 @@ A step (forward, backward, clipping, AdamW) of the quickstart's model in float32
 
 - `heavy`: 32 prompts of 16 tokens x 8 completions of heavy-tailed length (log-normal around 32, at
   most 512). Padded to the longest of each micro-batch of 32 through the Hugging Face model, in the
-  order they come in and sorted by length, against packs.
-- `long_prompts`: 4 prompts of 512 tokens x 8 completions of 32 on average, packs that compute each
-  prompt once against packs that compute it for every completion.
+  order they come in and sorted by length, against micro-batches.
+- `long_prompts`: 4 prompts of 512 tokens x 8 completions of 32 on average, micro-batches that
+  compute each prompt once against micro-batches that compute it for every completion.
 
 All compute the same gradient, which is checked. Steps alternate; seconds are medians of CPU time.
 The last line is JSON: ratios of CPU seconds, other / ours.
@@ -30,20 +30,20 @@ from benchmarks.support.results import parser_of, report
 from benchmarks.support.task import LR, OUT
 from lightning_rl.data.batch import select, token_rows
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout, Row
 from recipes.sort_digits.prepare import prepare
 
 MODEL = OUT / "model"
 MICRO_BATCH = 32
-MAX_TOKENS_PER_PACK = 16384
+MAX_TOKENS_PER_MICRO_BATCH = 16384
 GROUP_SIZE = 8
 TOLERANCE = 1e-5
 
 
 def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
-    """Pack rollouts of random tokens, with an advantage for each token."""
+    """Micro-batch rollouts of random tokens, with an advantage for each token."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> list[int]:
@@ -69,11 +69,11 @@ def make_batch(groups: int, prompt_length: int, longest: int) -> TensorDict:
 
 
 def packed_backward(policy: Policy, batch: TensorDict) -> None:
-    """Compute the gradient as the library does: by token-budget packs."""
-    for rows in split_packs(batch, MAX_TOKENS_PER_PACK):
-        pack = select(batch, rows)
-        scores = policy(pack)
-        loss = policy_gradient(scores.logprobs, pack["tokens", "loss_weights"][scores.live])
+    """Compute the gradient as the library does: by token-budget micro-batches."""
+    for rows in split_micro_batches(batch, MAX_TOKENS_PER_MICRO_BATCH):
+        micro_batch = select(batch, rows)
+        scores = policy(micro_batch)
+        loss = policy_gradient(scores.logprobs, micro_batch["tokens", "loss_weights"][scores.live])
         loss.backward()
 
 

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.recompute [--tokens 200] [--save]
 
-A small model's forward and backward pass on one pack, on the CPU, beside the gradients of a pack
-before it; every allocation of torch is followed. What stands for host memory is not torch's own, so
-that it counts as little as with CUDA. The last line is JSON; ``--save`` also writes the table of
-docs/gpu.md.
+A small model's forward and backward pass on one micro-batch, on the CPU, beside the gradients of a
+micro-batch before it; every allocation of torch is followed. What stands for host memory is not
+torch's own, so that it counts as little as with CUDA. The last line is JSON; ``--save`` also writes
+the table of docs/gpu.md.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ from lightning_rl import Loading, Recompute
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models import host_inputs
+from lightning_rl.models import input_offloading
 from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
@@ -56,8 +56,8 @@ TIMES = 5
 PAGE = Path(__file__).parents[1] / "docs" / "gpu.md"
 
 
-def pack_of(tokens: int) -> TensorDict:
-    """Pack two groups of four completions of so many tokens."""
+def micro_batch_of(tokens: int) -> TensorDict:
+    """Micro-batch two groups of four completions of so many tokens."""
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     return pack_rollouts(largest_rollouts(prompts, 2, 4, tokens))
 
@@ -69,18 +69,18 @@ def uncounted_host() -> Iterator[None]:
     def memory(tensor: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(np.empty(tensor.shape, np.float32))
 
-    with patch.object(host_inputs, "host_memory", memory):
+    with patch.object(input_offloading, "host_memory", memory):
         yield
 
 
-def measure(model: str, setting: bool | Recompute, pack: TensorDict) -> dict[str, Any]:
+def measure(model: str, setting: bool | Recompute, micro_batch: TensorDict) -> dict[str, Any]:
     """Return planned and measured device bytes, host bytes, and the fastest pass's seconds."""
     policy = Policy(model, loading=Loading(gradient_checkpointing=setting))
-    plan = training_memory(policy, [], torch.optim.AdamW, pack)
+    plan = training_memory(policy, [], torch.optim.AdamW, micro_batch)
 
     def passes() -> float:
         begin = time.process_time()
-        policy(pack).logprobs.sum().backward()
+        policy(micro_batch).logprobs.sum().backward()
         return time.process_time() - begin
 
     with uncounted_host():
@@ -113,8 +113,10 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         save_random_model(Path(directory), make_tokenizer(), **NARROW)
-        pack = pack_of(given.tokens)
-        found = {name: measure(directory, setting, pack) for name, setting in SETTINGS.items()}
+        micro_batch = micro_batch_of(given.tokens)
+        found = {
+            name: measure(directory, setting, micro_batch) for name, setting in SETTINGS.items()
+        }
     print("\n".join(table(found)))
     if given.save:
         write_block(PAGE, "recompute", table(found))

@@ -25,7 +25,7 @@ from lightning_rl import LoRA, Rollout, Sampling, UpdateSettings, VLLMLocal, Wei
 from lightning_rl.callbacks import RLCallback
 from lightning_rl.engines.base import Engine
 from lightning_rl.extend import Agent, Episode, RolloutModule, VLLMAdapters
-from lightning_rl.games import RolesModule, SharedModelGroup
+from lightning_rl.games import RolePolicy, RolesModule
 
 ROLES = ("asks", "answers")
 TOKENS, RANK = 10, 8
@@ -58,8 +58,8 @@ def one() -> tuple[RolloutModule, Engine]:
 def two() -> tuple[RolloutModule, Engine]:
     """Build an adapter each."""
 
-    def group() -> SharedModelGroup:
-        return SharedModelGroup(
+    def group() -> RolePolicy:
+        return RolePolicy(
             lora=LoRA(rank=RANK),
             optimizer=lambda p: torch.optim.AdamW(p, lr=LR, weight_decay=0.0, fused=True),
             update=UpdateSettings(seed=0),

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.vision [--save]
 
 ``gap_max``, in nats: of each family a tiny model of random weights writes 96 answers of 12 tokens
-to prompts with up to three pictures, in float32, and the trainer scores them in one pack.
+to prompts with up to three pictures, in float32, and the trainer scores them in one micro-batch.
 
 ``shared_tower_ratio``: forward and backward of the vision recipe's model, its tower trained too, on
-8 rollouts of a prompt with one picture, in CPU seconds; divided by those of the same pack where the
-tower runs for each rollout. The median of pairs, in turn.
+8 rollouts of a prompt with one picture, in CPU seconds; divided by those of the same micro-batch
+where the tower runs for each rollout. The median of pairs, in turn.
 
 The last line is JSON: these, the families, and the accuracy of the recipe's runs before and after,
 as ``benchmarks.vision_recipe --save`` left it; null without.

@@ -94,7 +94,8 @@ class RLCallback(Callback):
 
     def rollout_module_of(self, pl_module: LightningModule) -> RolloutModule:
         """The same, where it may have several such, one by one in ``policies``."""
-        return self._the(pl_module, RolloutModule, "a PolicyModule or RolesModule")
+        needs = "a PolicyModule or RolesModule"
+        return self._the(pl_module, RolloutModule, needs)  # type: ignore[type-abstract]
 
     def data_of(self, trainer: Trainer) -> CollectingDataModule:
         """The run's data module, by its type: whatever collects and evaluates.
@@ -103,7 +104,8 @@ class RLCallback(Callback):
             ConfigError: if it does not, as in supervised training.
         """
         needs = "a data module that collects, such as RLDataModule"
-        return self._the(datamodule_of(trainer), CollectingDataModule, needs, _SUPERVISED)
+        data = datamodule_of(trainer)
+        return self._the(data, CollectingDataModule, needs, _SUPERVISED)  # type: ignore[type-abstract]
 
     def rl_data_of(self, trainer: Trainer) -> RLDataModule:
         """The same, where the callback needs prompts, rewards or an engine."""

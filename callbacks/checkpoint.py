@@ -24,7 +24,7 @@ from lightning_rl.errors import (
     require_at_least,
 )
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.models.model_checks import require_finite_weights
 from lightning_rl.run.files.checkpoint_folders import save_folder, writes_folders
 from lightning_rl.run.files.checkpoint_io import (
     BackgroundCheckpointIO,
@@ -32,7 +32,7 @@ from lightning_rl.run.files.checkpoint_io import (
     newest_good,
 )
 from lightning_rl.run.files.folders import link_to, remove
-from lightning_rl.run.files.newest import continue_newest_run
+from lightning_rl.run.files.newest_run import continue_newest_run
 from lightning_rl.run.files.resume import (
     enter_run,
     require_one_start,

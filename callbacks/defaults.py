@@ -35,12 +35,12 @@ from lightning_rl.collect.base import CollectingDataModule
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import LanguageModule, RecordingModule
+from lightning_rl.learn.offline import OfflineDataModule
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.learn.recorded import OfflineDataModule
 from lightning_rl.learn.supervised import SupervisedModule
 from lightning_rl.run.files.checkpoint_io import VerifiedCheckpointIO
 from lightning_rl.run.hooks import callbacks_of, datamodule_of, find_callbacks, is_fast_dev_run
-from lightning_rl.run.noise import ignore_known_warnings
+from lightning_rl.run.known_warnings import ignore_known_warnings
 from lightning_rl.run.processes.machine import raise_file_limit
 
 

@@ -20,11 +20,11 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.learn.compatibility import check_sight, configure_lora
 from lightning_rl.learn.dpo import DPOModule
-from lightning_rl.learn.fitting import check_sight, follow_lora
 from lightning_rl.learn.sft import SFTDataModule, SFTModule
+from lightning_rl.models.model_checks import require_finite_weights
 from lightning_rl.models.model_files import save_skeleton
-from lightning_rl.models.soundness import require_finite_weights
 from lightning_rl.models.tokenizer import load_tokenizer, with_chat_variables
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import require_free
@@ -118,9 +118,9 @@ class EvaluateRollouts(RLCallback):
         require_free(self.prompts.row_columns(), repr(self.prompts))
         computes_in = compute_dtype(trainer)
         self.engine.serve({})
-        self.engine.follow_dtype(computes_in)
-        self.engine.follow_head(computes_in == "float32")
-        follow_lora(self.engine, pl_module)
+        self.engine.configure_dtype(computes_in)
+        self.engine.configure_head(computes_in == "float32")
+        configure_lora(self.engine, pl_module)
         save = partial(save_skeleton, pl_module.model, loading=pl_module.loading)
         trusts = pl_module.loading.trust_remote_code
         self._engine_start.start(save, trusts)

@@ -17,7 +17,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, DiskError, HubError, local_path, require_at_least
 from lightning_rl.learn.base import LanguageModule, RecordingModule
 from lightning_rl.models.export import ModelExport
-from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.models.model_checks import require_finite_weights
 from lightning_rl.run.files.folders import before_of, link_to, replace_folder
 from lightning_rl.run.files.rundir import output_path, refused
 from lightning_rl.run.hooks import is_fast_dev_run
@@ -230,11 +230,11 @@ def _write(
 ) -> None:
     """Write all policies to a temporary folder, and rename it when all is on disk."""
     try:
-        with replace_folder(target) as place:
+        with replace_folder(target) as folder:
             for name, export in exports.items():
-                export.write(place / name)
-                card.write(place / name)
-            (place / STATE).write_text(state)
+                export.write(folder / name)
+                card.write(folder / name)
+            (folder / STATE).write_text(state)
     except OSError as error:
         raise refused(target, error) from error
 
@@ -245,8 +245,8 @@ def latest_hf_checkpoint(directory: str | Path) -> Path | None:
     Args:
         directory: the run directory, or the ``directory`` of ``HFExport``.
     """
-    place = Path(directory)
-    target = place if (place / STATE).is_file() or _exports_of(place).is_dir() else place / "hf"
+    folder = Path(directory)
+    target = folder if (folder / STATE).is_file() or _exports_of(folder).is_dir() else folder / "hf"
     found = [target, before_of(target), *_exports_of(target).glob("iteration_*")]
     whole = [path for path in found if (path / STATE).is_file()]
     # The iteration tells, not the time of a file: copying a run gives its files other times.

@@ -27,20 +27,20 @@ class HubModel:
         from huggingface_hub import HfApi, constants, get_token
         from huggingface_hub.errors import HFValidationError
 
-        place = f"HFExport: push_to_hub={self.name!r}"
+        argument = f"HFExport: push_to_hub={self.name!r}"
         if constants.is_offline_mode():
-            raise ConfigError(f"{place}, but HF_HUB_OFFLINE is set; unset it, or push later")
+            raise ConfigError(f"{argument}, but HF_HUB_OFFLINE is set; unset it, or push later")
         if get_token() is None:
-            raise ConfigError(f"{place} needs a token; set HF_TOKEN, or run `hf auth login`")
+            raise ConfigError(f"{argument} needs a token; set HF_TOKEN, or run `hf auth login`")
         try:
             made = patiently(
                 lambda: HfApi().create_repo(self.name, private=self.private, exist_ok=True)
             )
         except HFValidationError as error:
-            raise ConfigError(f"{place} is not a valid repository name: {error}") from error
+            raise ConfigError(f"{argument} is not a valid repository name: {error}") from error
         except Exception as error:
             raise ConfigError(
-                f"{place}: the hub ({constants.ENDPOINT}) refuses access: "
+                f"{argument}: the hub ({constants.ENDPOINT}) refuses access: "
                 f"{first_line(error)}; check the name, and that the token has write permission"
             ) from error
         self.name = made.repo_id

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from lightning_rl.callbacks.samples import Stateful
 from lightning_rl.collect.tasks import Task
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.left_out import has_zero_advantage
+from lightning_rl.learn.skipped import has_zero_advantage
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.processes.dist import all_sum
@@ -65,9 +65,9 @@ class Idle(Stateful):
             return self._rewards or "no rollout has an advantage"
         if not any(norms):
             truncated = row.get("rollout/truncated_share") == 1
-            left_out = "all rollouts reached max_tokens, and mask_truncated leaves those out"
+            reason = "all rollouts reached max_tokens, and mask_truncated leaves those out"
             return (
-                left_out
+                reason
                 if truncated and isinstance(module, PolicyModule) and module.update.mask_truncated
                 else (self._rewards or "the gradient is zero")
             )

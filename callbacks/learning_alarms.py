@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.callbacks.gaming import Gaming, component_weights
 from lightning_rl.callbacks.idle import Idle
+from lightning_rl.callbacks.reward_hacking import RewardHacking, component_weights
 from lightning_rl.callbacks.samples import FirstAndLast, Sample, Scores, Stateful
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.prompts import PromptDataset
@@ -91,7 +91,7 @@ class LearningAlarms(Stateful, RLCallback):
     - *evaluation*: held-out accuracy or mean reward is below that of the first evaluation, by more
       than ``eval_sigmas`` standard errors.
     - *gaming*: a part of the reward that matters, or held-out accuracy, falls though the mean
-      reward does not (:mod:`lightning_rl.callbacks.gaming`).
+      reward does not (:mod:`lightning_rl.callbacks.reward_hacking`).
     - *entropy*: the mean of -log p of sampled tokens is below ``entropy_share`` of its first value,
       although rollouts have had rewards far above the mean.
     - *gap*: the logprobs of engine and trainer are more than ``gap`` nats apart.
@@ -128,7 +128,7 @@ class LearningAlarms(Stateful, RLCallback):
         require_at_least(0, **{name: getattr(self, name) for name in others})
         self.rewards = Scores(self.window, LEAST_GROUPS)
         self.entropies, self.gaps = FirstAndLast(self.window), FirstAndLast(self.window)
-        self.gaming = Gaming(self.rewards, self.reward_sigmas, self.eval_sigmas)
+        self.gaming = RewardHacking(self.rewards, self.reward_sigmas, self.eval_sigmas)
         self.first_evaluation: dict[str, list[Any]] = {}
         self.idle = Idle()
         self.told: dict[str, str] = {}
@@ -178,9 +178,9 @@ class LearningAlarms(Stateful, RLCallback):
             "entropy": self._entropy(),
             "gap": self._gap(),
         }
-        for kind, said in found.items():
-            if said is not None and kind not in self.told:
-                self.told[kind] = f"iteration {module.iteration}: {said}"
+        for kind, message in found.items():
+            if message is not None and kind not in self.told:
+                self.told[kind] = f"iteration {module.iteration}: {message}"
                 if trainer.is_global_zero:
                     _log.warning("LearningAlarms (%s), %s", kind, self.told[kind])
 
@@ -227,17 +227,17 @@ class LearningAlarms(Stateful, RLCallback):
         for name in [name for name in held_out if name in self.first_evaluation]:
             before, now = Sample(*self.first_evaluation[name]), held_out[name]
             what = f"{name} of {now.count} prompts"
-            if said := _fell(what, before, now, self.eval_sigmas, "the first evaluation"):
-                return said
+            if message := _fell(what, before, now, self.eval_sigmas, "the first evaluation"):
+                return message
         return None
 
     def _gaming(self, trainer: Trainer, held_out: dict[str, Sample]) -> str | None:
         datamodule = datamodule_of(trainer)
         if not _rewards_compare(datamodule):
             return None
-        said = (self.gaming.part_fell(component_weights(t)) for t in datamodule.train_tasks)
-        if found := next(filter(None, said), None):
-            return found
+        messages = (self.gaming.part_fell(component_weights(t)) for t in datamodule.train_tasks)
+        if result := next(filter(None, messages), None):
+            return result
         accuracy = held_out.get("eval/accuracy")
         return None if accuracy is None else self.gaming.accuracy_fell(accuracy)
 

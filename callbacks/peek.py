@@ -16,7 +16,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.clock import StageClock
-from lightning_rl.run.noise import without_info
+from lightning_rl.run.known_warnings import without_info
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 
 

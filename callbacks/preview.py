@@ -14,8 +14,8 @@ from lightning_rl.callbacks.recorder import RolloutSelection
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.pictures import pictures_in
-from lightning_rl.data.rollouts.pieces import mark_of, text_with_marks
 from lightning_rl.data.rollouts.rows import calls_as_text, turns_as_text, turns_of
+from lightning_rl.data.rollouts.token_texts import mark_of, text_with_marks
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Picture, Prompt, Rollout, as_text
 from lightning_rl.vision.loading import decode

@@ -88,8 +88,8 @@ class RLProgressBar(TQDMProgressBar, RLCallback):
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         if self.is_enabled and not draws():
-            said = "".join(f"{name} {value}, " for name, value in figures.items())
-            print(f"{where}: {said}{seconds:.2g} s", flush=True)
+            figures_text = "".join(f"{name} {value}, " for name, value in figures.items())
+            print(f"{where}: {figures_text}{seconds:.2g} s", flush=True)
 
     def _show_stage(self, stage: str) -> None:
         if self.is_enabled and self._train_progress_bar is not None:

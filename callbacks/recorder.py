@@ -17,7 +17,7 @@ from lightning_rl.data.batch import select
 from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.files import Record, as_record
 from lightning_rl.data.rollouts.jsonl import JSONLRollouts
-from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
+from lightning_rl.data.rollouts.token_texts import TokenPieces, pieces_of
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
@@ -67,7 +67,7 @@ class RolloutSelection(RLCallback, ABC):
             DiskError: if they cannot be written; then none of them is.
         """
         pairs = zip(rollouts, more or repeat({}), strict=False)
-        records = ({"iteration": iteration} | as_record(r) | told for r, told in pairs)
+        records = ({"iteration": iteration} | as_record(r) | columns for r, columns in pairs)
         file = JSONLRollouts(run_dir(trainer) / self.NAME)
         if self._resumed:  # in another directory there is nothing to take back
             file.truncate(self._bytes)
@@ -184,12 +184,12 @@ def token_columns(
     """Return numbers per completion token by column name, for each of the given rows."""
     batch, chosen = batch.copy(), torch.tensor(rows, dtype=torch.long)
     # The engine's where it is trusted, and zero where a rollout is left out of the update.
-    partial = module.update.trust_engine_logprobs or module.left_out.zero_advantage
+    partial = module.update.use_rollout_logprobs or module.skipped.zero_advantage
     if "old_logprobs" in batch["tokens"] and not partial:
         batch["tokens"]["trainer_logprobs"] = batch["tokens", "old_logprobs"]
     else:
         with module.clock("logprob"):
-            budget = module.learner.max_tokens_per_pack
+            budget = module.learner.max_tokens_per_micro_batch
             batch = module.loaded_policy.score(batch, "trainer_logprobs", budget, chosen)
     part = select(batch, chosen)
     names = [name for name in ("trainer_logprobs", *COMPUTED) if name in part["tokens"]]

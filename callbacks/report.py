@@ -115,8 +115,8 @@ def draw_curves(history: Sequence[Row], title: str = "") -> Any:
         hspace=0.18,
     )
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, place in zip(panels, axes, strict=True):
-        panel(place, history, shown)
+    for panel, axis in zip(panels, axes, strict=True):
+        panel(axis, history, shown)
     axes[-1].set_xlabel("iteration")
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
@@ -337,7 +337,7 @@ class RunReport(RLCallback):
             f"Trained in {self._wall_seconds():.0f} s{totals and f' on {totals}'}: "
             f"{self._outcome()}\n"
             f"Results are in {directory}: {', '.join(files)}"
-            + "".join(f"\nALARM ({kind}): {said}" for kind, said in _alarms(trainer).items())
+            + "".join(f"\nALARM ({kind}): {alarm}" for kind, alarm in _alarms(trainer).items())
         )
 
 
@@ -351,8 +351,8 @@ def _written(trainer: Trainer, rollouts: Sequence[Rollout]) -> Path:
 
 def _parts(row: Row) -> Row | None:
     """Return the held-out means of the reward's parts; None without any."""
-    place = "eval/reward/"
-    means = {name[len(place) :]: mean for name, mean in row.items() if name.startswith(place)}
+    prefix = "eval/reward/"
+    means = {name[len(prefix) :]: mean for name, mean in row.items() if name.startswith(prefix)}
     return means or None
 
 
@@ -394,8 +394,8 @@ def _stopped_early(trainer: Trainer) -> str | None:
 
 def _alarms(trainer: Trainer) -> dict[str, str]:
     """Return what the alarms of a run said, by kind."""
-    said = (alarms.summed_up() for alarms in find_callbacks(trainer, LearningAlarms))
-    return {kind: text for each in said for kind, text in each.items()}
+    summaries = (alarms.summed_up() for alarms in find_callbacks(trainer, LearningAlarms))
+    return {kind: text for each in summaries for kind, text in each.items()}
 
 
 def _status(error: BaseException | None) -> str:

@@ -19,7 +19,7 @@ from lightning_rl.callbacks.samples import FirstAndLast
 from lightning_rl.data.batch import token_rows
 from lightning_rl.errors import require_at_least
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.left_out import has_zero_advantage
+from lightning_rl.learn.skipped import has_zero_advantage
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.processes.dist import all_max, all_sum
@@ -43,7 +43,7 @@ class LogprobGapGuard(BatchGuard):
         return mean_of(sampled_gaps(module, batch).abs())
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
-        row, trained = token_rows(batch), module.left_out.trained_tokens(batch)
+        row, trained = token_rows(batch), module.skipped.trained_tokens(batch)
         gap = log_weights(module, batch).abs() * trained
         zeros = gap.new_zeros(len(batch["rollouts"]))
         count = zeros.index_add(0, row, trained.to(gap.dtype)).clamp(min=1)
@@ -101,7 +101,7 @@ class StalenessGuard(BatchGuard):
 
     def measure(self, module: PolicyModule, batch: TensorDict) -> float | None:
         ages = module.iteration - batch["tokens", "versions"]
-        return largest_of(ages[module.left_out.trained_tokens(batch)].double())
+        return largest_of(ages[module.skipped.trained_tokens(batch)].double())
 
     def offenders(self, module: PolicyModule, batch: TensorDict) -> Tensor:
         return module.iteration - batch["tokens", "versions"] > self.bound
@@ -123,7 +123,7 @@ class ZeroAdvantageGuard(BatchGuard):
 
 def sampled_gaps(module: PolicyModule, batch: TensorDict) -> Tensor:
     """Return log p_trainer - log p_engine of the tokens that are trained on."""
-    return log_weights(module, batch)[module.left_out.trained_tokens(batch)]
+    return log_weights(module, batch)[module.skipped.trained_tokens(batch)]
 
 
 def log_weights(module: PolicyModule, batch: TensorDict) -> Tensor:

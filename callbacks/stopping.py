@@ -86,8 +86,8 @@ class StopWhenTold(WatchesUpdates):
         self._interrupts.install(safe, requeue_signal(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if not isinstance(pl_module, RecordingModule) and (told := self._told_to_any_rank()):
-            raise told
+        if not isinstance(pl_module, RecordingModule) and (reason := self._told_to_any_rank()):
+            raise reason
 
     def on_iteration_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         module = self.module_of(pl_module)
@@ -95,12 +95,12 @@ class StopWhenTold(WatchesUpdates):
 
     def _told_to_any_rank(self) -> RunInterrupted | None:
         """Return the error to raise, in the same iteration on all ranks, whichever was told."""
-        told = self._interrupts.requested()
-        if not dist.any_rank(told is not None):
+        requested = self._interrupts.requested()
+        if not dist.any_rank(requested is not None):
             return None
-        reasons = dist.gather(None if told is None else (told.reason, told.status))
+        reasons = dist.gather(None if requested is None else (requested.reason, requested.status))
         number, reason = next((n, r) for n, r in enumerate(reasons) if r is not None)
-        return told or RunInterrupted(f"{reason[0]} to rank {number}", reason[1])
+        return requested or RunInterrupted(f"{reason[0]} to rank {number}", reason[1])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._interrupts.ending = True

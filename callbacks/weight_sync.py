@@ -13,16 +13,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from tensordict import TensorDict
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import check_sleep, check_sync
 from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.prefetch import PrefetchingCollector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.engine_kl import kl_from_engine, note_engine
 from lightning_rl.learn.probe import probe_again, probe_gap, require_agreement
-from lightning_rl.models.soundness import require_finite_weights
+from lightning_rl.models.model_checks import require_finite_weights
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import call_hook, find_callbacks, is_fast_dev_run
@@ -183,7 +183,7 @@ class WeightSync(RLCallback):
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
-        # A collector that works ahead has written it with earlier weights than the engine has.
+        # A collector that prefetches has written it with earlier weights than the engine has.
         for link in self._links.values():
             if self._measures and link.policy is pl_module and not link.behind:
                 link.measured = batch.copy()
@@ -198,11 +198,11 @@ class WeightSync(RLCallback):
 
         def measure(link: _Link) -> float:
             self._measures = True
-            own = module.written_by(link.name, batch)
+            written = module.written_by(link.name, batch)
             with trainer.precision_plugin.forward_context():
-                link.kl = kl_from_engine(link.policy.learner, own, link.pushed)
+                link.kl = kl_from_engine(link.policy.learner, written, link.pushed)
                 if not math.isnan(link.kl):
-                    link.measured = own
+                    link.measured = written
                 elif link.measured is not None:
                     link.kl = kl_from_engine(link.policy.learner, link.measured, link.pushed)
             if not math.isnan(link.kl):
@@ -228,7 +228,7 @@ class WeightSync(RLCallback):
 
     def _warn_if_stale(self, collector: Collector) -> None:
         """Warn once if nothing but the schedule bounds how old the engine's weights are."""
-        if self._warned or isinstance(collector, WorkingAhead):
+        if self._warned or isinstance(collector, PrefetchingCollector):
             return
         behind = max(link.policy.iteration - link.pushed for link in self._links.values())
         if behind >= max(STALE_AFTER, 2 * self.schedule.least_updates):

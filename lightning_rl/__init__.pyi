@@ -112,10 +112,6 @@ from lightning_rl.callbacks.weight_sync import (
 from lightning_rl.cli.trainer import (
     RLTrainer as RLTrainer,
 )
-from lightning_rl.collect.ahead import (
-    AsyncCollector as AsyncCollector,
-    OneStepOffCollector as OneStepOffCollector,
-)
 from lightning_rl.collect.collector import (
     RewardSpread as RewardSpread,
     SyncCollector as SyncCollector,
@@ -123,15 +119,19 @@ from lightning_rl.collect.collector import (
 from lightning_rl.collect.demonstrations import (
     DemonstrationRows as DemonstrationRows,
 )
-from lightning_rl.collect.early_cut import (
-    PartialCollector as PartialCollector,
-)
 from lightning_rl.collect.evaluation import (
     Evaluation as Evaluation,
 )
 from lightning_rl.collect.mixture import (
     Mixture as Mixture,
     PromptSet as PromptSet,
+)
+from lightning_rl.collect.partial import (
+    PartialCollector as PartialCollector,
+)
+from lightning_rl.collect.prefetch import (
+    AsyncCollector as AsyncCollector,
+    OneStepOffCollector as OneStepOffCollector,
 )
 from lightning_rl.collect.replay_buffer import (
     ReplayBuffer as ReplayBuffer,
@@ -181,7 +181,7 @@ from lightning_rl.learn.kto import (
     KTODataModule as KTODataModule,
     KTOModule as KTOModule,
 )
-from lightning_rl.learn.recorded import (
+from lightning_rl.learn.offline import (
     OfflineDataModule as OfflineDataModule,
 )
 from lightning_rl.learn.reward_model import (

@@ -38,7 +38,7 @@ from lightning_rl.engines import default_engine
 from lightning_rl.engines.base import Engine, RunState, drives_engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.learn.fitting import check_run, check_sight, follow_trainer
+from lightning_rl.learn.compatibility import check_run, check_sight, configure_engine
 from lightning_rl.learn.overlap import NoOverlap
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.streamed import Stream
@@ -180,13 +180,13 @@ class RLDataModule(CollectingDataModule):
         Raises:
             ConfigError: if there is no such prompt set.
         """
-        found = next((task for task in self.train_tasks if task.name == prompt.set), None)
-        if found is None:
+        result = next((task for task in self.train_tasks if task.name == prompt.set), None)
+        if result is None:
             raise ConfigError(
                 f"data.train_prompts has no prompt set {prompt.set!r}; its sets are "
                 f"{', '.join(task.name for task in self.train_tasks)}"
             )
-        return found
+        return result
 
     def hanging(self) -> Hanging | None:
         calls = (rewards.hanging() for rewards in self._engine_start.rewards)
@@ -231,7 +231,7 @@ class RLDataModule(CollectingDataModule):
             if dist.rank() == 0:  # it reads the weights once
                 module.require_sound_models()
         assert self.trainer is not None
-        follow_trainer(self.engine, module, compute_dtype(self.trainer))
+        configure_engine(self.engine, module, compute_dtype(self.trainer))
         for agent in self._engine_start.agents:
             agent.configure(tokenizer)
         for task in self.train_tasks:
@@ -421,8 +421,8 @@ class RLDataModule(CollectingDataModule):
         require_at_least(1, groups=groups, group_size=group_size)
         # By name: callbacks know the data module, not the other way round.
         look = import_module("lightning_rl.callbacks.peek").peek
-        found: Peek = look(self, module, groups, group_size or self.group_size)
-        return found
+        result: Peek = look(self, module, groups, group_size or self.group_size)
+        return result
 
     def _module(self) -> RolloutModule:
         if self.trainer is None:

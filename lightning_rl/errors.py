@@ -141,8 +141,8 @@ class PeerLostError(LightningRLError):
     """Another training process is gone; names its rank and node."""
 
 
-class PackMemoryError(LightningRLError):
-    """Even the smallest pack does not fit into memory."""
+class MicroBatchMemoryError(LightningRLError):
+    """Even the smallest micro-batch does not fit into memory."""
 
 
 class StalledError(EngineError):

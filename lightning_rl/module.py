@@ -20,15 +20,15 @@ from lightning_rl.algos.losses import PolicyLoss, PPOClip
 from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, check_parts
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.auto_packs import DEFAULT, AutoPacks
+from lightning_rl.learn.auto_micro_batches import DEFAULT, AutoMicroBatches
 from lightning_rl.learn.backends import Backend
 from lightning_rl.learn.base import LearningModule, save_primitive_hparams
 from lightning_rl.learn.critic import Critic, as_critic
 from lightning_rl.learn.learner import Learner
-from lightning_rl.learn.left_out import LeftOut
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import make_optimizer
 from lightning_rl.learn.schedulers import make_scheduler
+from lightning_rl.learn.skipped import SkippedRollouts
 from lightning_rl.learn.trainer_backend import TrainerBackend
 from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.lora import LoRA, as_lora
@@ -52,7 +52,7 @@ class PolicyModule(RolloutModule, LearningModule):
     ``training_step`` runs one :meth:`~lightning_rl.learn.learner.Learner.step` of its ``learner``,
     whose named steps can be called one by one, or overridden in a class of your own. Optimizer
     steps with a NaN or infinite gradient are skipped (``policy/nonfinite_skipped``). Rollouts that
-    cannot change the policy (``left_out``) are excluded from the update: the gradient is the same,
+    cannot change the policy (``skipped``) are excluded from the update: the gradient is the same,
     and ``policy/*`` and ``rollout/logprob_gap_*`` are averaged over the trained tokens.
 
     Args:
@@ -78,7 +78,7 @@ class PolicyModule(RolloutModule, LearningModule):
         vision: which parts of an image-text model's vision are trained; None: none.
         optimizer: called with the parameter groups; in YAML any torch optimizer.
         lr_scheduler: called with the optimizer; stepped once per optimizer step.
-        update: how a batch is gone through: passes, minibatches, packs and clipping.
+        update: how a batch is gone through: passes, minibatches, micro-batches and clipping.
         loading: how the model is loaded: its own code, ``gradient_checkpointing`` and others.
         compile: compile the layers and the output with ``torch.compile``, which makes the first
             iteration slower. None: compile on CUDA, where it is tested.
@@ -136,7 +136,7 @@ class PolicyModule(RolloutModule, LearningModule):
             has_critic=critic is not None,
             kl_reward=kl_reward,
             reference=reference,
-            trust_engine_logprobs=update.trust_engine_logprobs,
+            use_rollout_logprobs=update.use_rollout_logprobs,
         )
         save_primitive_hparams(self)
         self.automatic_optimization = False
@@ -144,9 +144,11 @@ class PolicyModule(RolloutModule, LearningModule):
         self.aggregation = aggregation
         self.objective = objective
         self.update = replace(update, seed=run_seed(update.seed))  # whatever is seeded later
-        self.left_out = LeftOut.of(advantage, objective, kl_reward, update.mask_truncated)
-        measures = update.max_tokens_per_pack == "auto"
-        self.packs = AutoPacks(optimizer, self._note_packs) if measures else None
+        self.skipped = SkippedRollouts.of(advantage, objective, kl_reward, update.mask_truncated)
+        measures = update.max_tokens_per_micro_batch == "auto"
+        self.auto_micro_batches = (
+            AutoMicroBatches(optimizer, self._note_micro_batches) if measures else None
+        )
         self.routing_replay = routing_replay
         self.kl_reward = kl_reward
         self.critic = critic
@@ -205,16 +207,17 @@ class PolicyModule(RolloutModule, LearningModule):
                 if policy.follows_teacher:
                     raise ConfigError(
                         f"loss={type(self.objective.loss).__name__} scores a teacher's likeliest "
-                        f"tokens, which processes that compute a pack together (sequence={sequence}"
-                        ", or tensor > 1) do not exchange; use advantage: Distillation"
+                        "tokens, which processes that compute a micro-batch together "
+                        f"(sequence={sequence}, or tensor > 1) do not exchange; use advantage: "
+                        "Distillation"
                     )
-                if self.packs is not None:
+                if self.auto_micro_batches is not None:
                     raise ConfigError(
-                        "model.update.max_tokens_per_pack=auto cannot be measured if several "
-                        f"processes compute a pack (sequence={sequence}, or tensor > 1); set a "
-                        f"number, such as {DEFAULT}"
+                        "model.update.max_tokens_per_micro_batch=auto cannot be measured if "
+                        f"several processes compute a micro-batch (sequence={sequence}, or tensor "
+                        f"> 1); set a number, such as {DEFAULT}"
                     )
-                policy.share_packs(sequence)
+                policy.share_micro_batches(sequence)
 
     def _use_routing(self, policy: Policy) -> None:
         """Configure the policy's routers for balancing and replay.
@@ -231,10 +234,10 @@ class PolicyModule(RolloutModule, LearningModule):
             found = balance.of_model(policy.lm.config.get_text_config(), str(self.model))
             self.objective = replace(self.objective, balance=found)
 
-    def _note_packs(self, tokens: int) -> None:
+    def _note_micro_batches(self, tokens: int) -> None:
         """Write the measured budget into the run's configuration, for later runs."""
         if self._trainer is not None and self.trainer.state.fn == "fit":
-            settle(self.trainer, self.name, "max_tokens_per_pack", tokens)
+            settle(self.trainer, self.name, "max_tokens_per_micro_batch", tokens)
 
     def own_lm(self) -> PreTrainedModel | None:
         """Return the causal LM if it is already loaded; None: it has to be read from ``model``."""
@@ -274,8 +277,8 @@ class PolicyModule(RolloutModule, LearningModule):
             kl_reward=self.kl_reward,
             reference=self.reference,
             routing_replay=self.routing_replay,
-            left_out=self.left_out,
-            packs=self.packs,
+            skipped=self.skipped,
+            auto_micro_batches=self.auto_micro_batches,
             clock=self.clock,
         )
         learner.iteration = self._iteration
@@ -309,11 +312,11 @@ class PolicyModule(RolloutModule, LearningModule):
             self.stopping = self.stopping or decision.stop
             if decision.mask is not None:
                 batch["tokens", "loss_mask"] = batch["tokens", "loss_mask"] & ~decision.mask
-                left = all_sum(self.left_out.trained_tokens(batch).sum())
+                left = all_sum(self.skipped.trained_tokens(batch).sum())
                 skip = skip or not left
             if decision.correction is not None:
                 objective = replace(objective, correction=decision.correction)
-                if self.update.trust_engine_logprobs:  # else every weight would be 1
+                if self.update.use_rollout_logprobs:  # else every weight would be 1
                     batch["tokens", "old_logprobs"] = self.learner.trainer_logprobs(batch)
         return None if skip else objective
 
@@ -323,6 +326,6 @@ class PolicyModule(RolloutModule, LearningModule):
             "kl": self.objective.kl,
             "kl_reward": self.kl_reward,
             "entropy": self.objective.entropy and self.objective.entropy.schedule,
-            "packs": self.packs,
+            "auto_micro_batches": self.auto_micro_batches,
         }
         return {name: part for name, part in parts.items() if hasattr(part, "state_dict")}

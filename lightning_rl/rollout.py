@@ -397,12 +397,12 @@ class Rollout:
         if self.calls:
             return self.calls
         calls = []
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             begin = 0
             for mine, run in groupby(row.loss_mask):
                 end = begin + sum(1 for _ in run)
                 if mine:
-                    calls.append(Call(place, begin, end))
+                    calls.append(Call(index, begin, end))
                 begin = end
         return calls
 
@@ -518,8 +518,8 @@ def answer_in(completion: str | Sequence[Message], opened_thought: bool = False)
     A thought ends with ``</think>``. It begins with ``<think>``, or with the text itself if the
     chat template has opened it (``opened_thought``).
     """
-    _, ended, said = last_text(completion).rpartition("</think>")
-    return None if not ended and (opened_thought or "<think>" in said) else said
+    _, ended, answer = last_text(completion).rpartition("</think>")
+    return None if not ended and (opened_thought or "<think>" in answer) else answer
 
 
 def as_text(content: str | Sequence[Message]) -> str:

@@ -66,7 +66,7 @@ def compiled(bench: Bench, shape: str) -> None:
 def rounding(bench: Bench, shape: str) -> None:
     """Compare bfloat16 logprobs and gradients, plain and compiled, with those in float32."""
     rollouts = rollouts_by_lot(8 if bench.tiny else 32, 8 if bench.tiny else 256)
-    pack, found = pack_rollouts(rollouts).to(bench.device), {}
+    micro_batch, found = pack_rollouts(rollouts).to(bench.device), {}
     ways = {"float32": (False, False), "plain": (False, True), "compiled": (True, True)}
     for name, (compile_layers, rough) in ways.items():
         give_back(bench)
@@ -77,7 +77,7 @@ def rounding(bench: Bench, shape: str) -> None:
             compile_layers=compile_layers,
         ).to(bench.device)
         with torch.autocast(bench.device, torch.bfloat16, enabled=rough):
-            scores = policy(pack)
+            scores = policy(micro_batch)
         (scores.logprobs.mean() + 0.1 * scores.entropy.mean()).backward()
         gradients = [p.grad for p in policy.lm.parameters() if p.grad is not None]
         found[name] = [scores.logprobs.detach(), *gradients]

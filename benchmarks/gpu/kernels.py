@@ -1,4 +1,4 @@
-"""Check attention over packs and the policy head, by themselves."""
+"""Check attention over micro-batches and the policy head, by themselves."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Check GPUs that compute packs together: one's scores and gradients, and a push to many.
+"""Check GPUs that compute micro-batches together: one's scores and gradients, and a push to many.
 
 Skipped where there are too few GPUs; a trial on a CPU has two processes over gloo.
 """

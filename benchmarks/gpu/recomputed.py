@@ -29,9 +29,9 @@ COMPARED = 1 << 20
 
 
 def host_inputs(bench: Bench) -> None:
-    """Measure gradients, milliseconds and peaks of one long pack, by setting."""
+    """Measure gradients, milliseconds and peaks of one long micro-batch, by setting."""
     count, tokens = (2, 90) if bench.tiny else (2, 8000)
-    pack = pack_rollouts(rollouts_of(count, tokens)).to(bench.device)
+    micro_batch = pack_rollouts(rollouts_of(count, tokens)).to(bench.device)
     gradients: dict[str, list[Tensor]] = {}
     for name, setting in SETTINGS.items():
         with bench.case(name):
@@ -41,7 +41,7 @@ def host_inputs(bench: Bench) -> None:
             policy = Policy(
                 model, loading=Loading(random_init=True, gradient_checkpointing=setting)
             )
-            figures = _measured(bench, policy.to(bench.device), pack)
+            figures = _measured(bench, policy.to(bench.device), micro_batch)
             bench.note({name: figures})
             grads = [p.grad for p in policy.parameters() if p.grad is not None]
             gradients[name] = [grad.cpu() for grad in grads if grad.numel() < COMPARED]
@@ -52,14 +52,14 @@ def host_inputs(bench: Bench) -> None:
         bench.require(apart <= 2 * own, f"{name}: gradients differ by {apart:.2g}, not {own:.2g}")
 
 
-def _measured(bench: Bench, policy: Policy, pack: Any) -> dict[str, Any]:
+def _measured(bench: Bench, policy: Policy, micro_batch: Any) -> dict[str, Any]:
     place = Placement(torch.device(bench.device), "bf16-mixed")
-    plan = training_memory(policy, [], torch.optim.SGD, pack, place)
+    plan = training_memory(policy, [], torch.optim.SGD, micro_batch, place)
 
     def passes() -> None:
         policy.zero_grad()
         with torch.autocast(bench.device, torch.bfloat16, cache_enabled=False):
-            loss = policy(pack).logprobs.sum()
+            loss = policy(micro_batch).logprobs.sum()
         loss.backward()
 
     taken = milliseconds(bench, passes)

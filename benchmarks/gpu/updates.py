@@ -20,13 +20,13 @@ from lightning_rl.cli.check.memory import training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
 from lightning_rl.data.batch import token_rows
-from lightning_rl.errors import PackMemoryError
+from lightning_rl.errors import MicroBatchMemoryError
 from lightning_rl.extend import pack_rollouts
 from lightning_rl.models import policy as policy_code
 from lightning_rl.models.attention.packed import PackLayout
 
-PACKS = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
-TINY_PACKS = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}
+MICRO_BATCHES = {"60x256": (60, 256), "8x2000": (8, 2000), "1x16000": (1, 16_000)}
+TINY_MICRO_BATCHES = {"6x12": (6, 12), "2x40": (2, 40), "1x100": (1, 100)}
 WARM_UP, STAGED, WHOLE, WAITS = range(4)
 """The purpose of each iteration."""
 PLAN_IS_OFF = 1.25
@@ -35,7 +35,7 @@ PLAN_IS_OFF = 1.25
 
 def update(bench: Bench, shape: str) -> None:
     """Measure milliseconds by stage, waits for the device, and peak memory against the plan's."""
-    for name, (count, tokens) in (TINY_PACKS if bench.tiny else PACKS).items():
+    for name, (count, tokens) in (TINY_MICRO_BATCHES if bench.tiny else MICRO_BATCHES).items():
         with bench.case(name):
             if not _fits(bench, shape, name, count, tokens):
                 _measure(bench, shape, f"{name} checkpointed", count, tokens, recompute=True)
@@ -45,7 +45,7 @@ def _fits(bench: Bench, shape: str, name: str, count: int, tokens: int) -> bool:
     """Measure, if there is memory enough."""
     try:
         _measure(bench, shape, name, count, tokens)
-    except PackMemoryError as error:  # which holds on to what was computed so far
+    except MicroBatchMemoryError as error:  # which holds on to what was computed so far
         bench.note({f"{name} out of memory": str(error).splitlines()[0]})
         return False
     return True
@@ -59,7 +59,8 @@ def _measure(
         str(model_of(bench, shape)),
         advantage=RewardItself(),
         optimizer=adamw(1e-6),
-        update=UpdateSettings(max_tokens_per_pack=2 * count * (tokens + 64)),  # one pack
+        # One micro-batch.
+        update=UpdateSettings(max_tokens_per_micro_batch=2 * count * (tokens + 64)),
         loading=Loading(random_init=True, gradient_checkpointing=recompute),
         compile=False,  # the plan is of layers that are not
     )
@@ -71,7 +72,7 @@ def _measure(
         bench.note({name: watch.figures})
         watch.stack.close()
     peak, planned = watch.peak, watch.planned
-    if peak is not None and watch.packs == 1:
+    if peak is not None and watch.micro_batches == 1:
         off = max(planned / peak, peak / planned)
         bench.require(
             off < PLAN_IS_OFF,
@@ -95,7 +96,7 @@ class Stages(RLCallback):
         self.stack = ExitStack()
         self.stages: dict[str, float] = defaultdict(float)
         self.waits: list[str] = []
-        self.packs = self.planned = 0
+        self.micro_batches = self.planned = 0
         self.peak: int | None = None
         self.whole = 0.0
 
@@ -103,7 +104,11 @@ class Stages(RLCallback):
     def figures(self) -> dict[str, Any]:
         """Return all figures that are known so far."""
         figures: dict[str, Any] = {f"{stage} ms": ms for stage, ms in self.stages.items()}
-        figures |= {"update ms": self.whole, "packs": self.packs, "plan GiB": self.planned / 2**30}
+        figures |= {
+            "update ms": self.whole,
+            "micro-batches": self.micro_batches,
+            "plan GiB": self.planned / 2**30,
+        }
         if self.peak is not None:
             figures |= {"peak GiB": self.peak / 2**30, "waits": len(self.waits)}
             figures["waits at"] = " ".join(sorted(set(self.waits)))
@@ -112,12 +117,12 @@ class Stages(RLCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert isinstance(pl_module, PolicyModule) and pl_module.policy is not None
         assert trainer.train_dataloader is not None
-        pack = next(iter(trainer.train_dataloader)).to(pl_module.device)
+        micro_batch = next(iter(trainer.train_dataloader)).to(pl_module.device)
         plan = training_memory(
             pl_module.policy,
             [],
             pl_module.optimizer,
-            pack,
+            micro_batch,
             Placement(pl_module.device, str(trainer.precision)),
         )
         self.planned = plan.total
@@ -154,13 +159,13 @@ class Stages(RLCallback):
     def _mark_stages(self, trainer: Trainer) -> None:
         build, score = policy_code.build_layout, policy_code.token_logprobs
 
-        def build_layout(pack: TensorDict) -> PackLayout:
+        def build_layout(micro_batch: TensorDict) -> PackLayout:
             self.lap("other")
-            layout = build(pack)
+            layout = build(micro_batch)
             # Worked out when the first layer asks for it.
             _ = layout.varlen if self.bench.device == "cuda" else layout.batches
             self.lap("layout")
-            self.packs += 1
+            self.micro_batches += 1
             return layout
 
         def token_logprobs(hidden: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.collect.stats import rollout_metrics
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion
 from lightning_rl.extend import Environment, Episode, Reply
@@ -166,7 +166,7 @@ def group(number: int) -> list[Rollout]:
 
 def packing(size: int) -> WORK:
     rollouts = [one for number in range(size) for one in group(number)]
-    return lambda: split_packs(pack_rollouts(rollouts), 512)
+    return lambda: split_micro_batches(pack_rollouts(rollouts), 512)
 
 
 @cache
@@ -189,7 +189,7 @@ def scoring_packs(size: int) -> WORK:
 
 
 def groups_per_batch(size: int) -> WORK:
-    """Generate, grade, measure, pack and credit groups."""
+    """Generate, grade, measure, micro-batch and credit groups."""
     prompts = [Prompt(str(number), "", [3 + number % 10, 2]) for number in range(size)]
     sampling = Sampling(max_tokens=ANSWER)
     pipeline = RolloutPipeline(Drawing(), SingleTurn(), Rewards([sevens]), tokenizer())

@@ -36,7 +36,7 @@ def cost(make: Callable[[], Engine], millions: float, rounds: int) -> dict[str, 
 @contextmanager
 def noted() -> Iterator[list[float]]:
     """Yield seconds that vLLM in this process takes to note what it converts."""
-    from lightning_rl.engines.vllm import held as vllm_held
+    from lightning_rl.engines.vllm import held_digests as vllm_held
 
     seconds: list[float] = []
     reading, converting = vllm_held.digests, [False]

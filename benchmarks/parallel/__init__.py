@@ -1,1 +1,1 @@
-"""Compute packs by several processes together: ``python -m benchmarks.parallel``."""
+"""Compute micro-batches by several processes together: ``python -m benchmarks.parallel``."""

@@ -1,4 +1,4 @@
-"""Do processes that compute packs together get what one gets, and what do they send and keep?
+"""Do processes that share micro-batches get what one gets, and what do they send and keep?
 
     python -m benchmarks.parallel [--ranks 2 4] [--models qwen3 two_heads qwen3_moe] [--save]
 
@@ -7,13 +7,13 @@ three that have fewer heads than that takes: with ``one_head`` two ranks, and wi
 pairs of ranks, share queries, and so do those that have the ``one_left`` after matrices are shared.
 Two kinds of mixtures have ``expert=n``, ``expert=2`` and ``sequence=n`` with it. All run over gloo,
 in float64 and once in float32. Each feature has the largest difference of scores (logprobs,
-entropies, values) and of gradients, relative to the largest of them or to 1, between packs that one
-process computes and those that several compute together. Each rank has packs of its own, with
-shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has nothing to
-train on, in ``brief`` there are fewer tokens than ranks, and in ``idle`` tokens choose experts of
-one rank only. Then, in float32, of one rollout: bytes that autograd keeps on a rank, against what
-``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the formulas of
-Ulysses, of gathered keys, of Megatron-LM and of GShard, the last at an even load.
+entropies, values) and of gradients, relative to the largest of them or to 1, between micro-batches
+that one process computes and those that several compute together. Each rank has micro-batches of
+its own, with shared prompts, tokens that nobody wrote, and penalties; in ``one_silent`` a rank has
+nothing to train on, in ``brief`` there are fewer tokens than ranks, and in ``idle`` tokens choose
+experts of one rank only. Then, in float32, of one rollout: bytes that autograd keeps on a rank,
+against what ``lightning-rl check`` plans, and bytes that a rank sends in both passes, against the
+formulas of Ulysses, of gathered keys, of Megatron-LM and of GShard, the last at an even load.
 A whole update is measured by the most that a rank has allocated at a time, against the plan.
 
 The last line is JSON: ``layouts``, how many (model, processes, layout, feature) were compared;

@@ -18,7 +18,7 @@ from benchmarks.support.task import quiet_trainer
 from lightning_rl import Loading, UpdateSettings
 from lightning_rl.algos.experts import RolloutRouting
 from lightning_rl.cli.check.batches import largest_rollouts
-from lightning_rl.cli.check.fakes import copy_of
+from lightning_rl.cli.check.fake_models import copy_of
 from lightning_rl.cli.check.memory import bytes_of_all_keys, training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.collect.loader import LazyLoader
@@ -76,7 +76,7 @@ def counted_bytes() -> Iterator[list[int]]:
 LONG, LONG_AND_EVEN = 1100, 1152
 """Tokens of a rollout, so many that attention has no mask, which nobody shares.
 
-Those of most packs make unequal shares; but of a mixture all experts are to get as many.
+Those of most micro-batches make unequal shares; but of a mixture all experts are to get as many.
 """
 
 
@@ -94,9 +94,9 @@ def kept(model: str, layout: str) -> dict[str, float]:
     policy = Policy(model)
     shares, parts, experts = LAYOUTS[layout](dist.get_world_size())
     count = length_for(policy)
-    alone, together, pack = kept_alone_and_together(policy, layout)
+    alone, together, micro_batch = kept_alone_and_together(policy, layout)
     with counted_bytes() as sent:
-        policy(pack).logprobs.sum().backward()
+        policy(micro_batch).logprobs.sum().backward()
     return {
         "planned": round(alone / shares + bytes_of_all_keys(policy, rollout_of(count), shares, 4)),
         "together": together,
@@ -121,26 +121,27 @@ def rollout_of(count: int) -> TensorDict:
 
 
 def kept_alone_and_together(policy: Policy, layout: str) -> tuple[float, float, TensorDict]:
-    """Return the bytes kept between both passes, alone and with others, and rank 0's pack."""
+    """Return the bytes kept between both passes, alone and with others, and rank 0's
+    micro-batch."""
     _, parts, experts = LAYOUTS[layout](dist.get_world_size())
-    pack = rollout_of(length_for(policy))
+    micro_batch = rollout_of(length_for(policy))
     if experts_of(policy):
-        route_evenly(policy, pack)
+        route_evenly(policy, micro_batch)
     own = copy_of(policy, parts, experts, fake=False) if parts * experts > 1 else policy
-    alone = kept_for_backward(own, pack)
+    alone = kept_for_backward(own, micro_batch)
     share(policy, layout)
     if dist.get_rank():
-        pack["tokens", "loss_mask"] = torch.zeros_like(pack["tokens", "loss_mask"])
-    return alone, kept_for_backward(policy, pack), pack
+        micro_batch["tokens", "loss_mask"] = torch.zeros_like(micro_batch["tokens", "loss_mask"])
+    return alone, kept_for_backward(policy, micro_batch), micro_batch
 
 
-def route_evenly(policy: Policy, pack: TensorDict) -> None:
-    """Let the tokens of a pack choose experts in turns, so that all get as many."""
+def route_evenly(policy: Policy, micro_batch: TensorDict) -> None:
+    """Let the tokens of a micro-batch choose experts in turns, so that all get as many."""
     config, policy.replays = policy.lm.config, True
     choices = config.num_experts_per_tok
-    chosen = torch.arange(len(pack["tokens"]) * choices) % experts_of(policy)[0].num_experts
+    chosen = torch.arange(len(micro_batch["tokens"]) * choices) % experts_of(policy)[0].num_experts
     routes = chosen.reshape(-1, 1, choices).expand(-1, config.num_hidden_layers, -1)
-    pack["tokens", "routed_experts"] = routes.to(torch.int16)
+    micro_batch["tokens", "routed_experts"] = routes.to(torch.int16)
 
 
 def sent_for_tokens(policy: Policy, count: int, shares: int, parts: int) -> int:
@@ -242,7 +243,7 @@ def peak(model: str, layout: str) -> dict[str, int]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = quiet_trainer(folder, [follow], devices=world, strategy=strategy)
         module = PolicyModule(
-            model, update=UpdateSettings(max_tokens_per_pack=1 << 20),
+            model, update=UpdateSettings(max_tokens_per_micro_batch=1 << 20),
             loading=Loading(random_init=True, model_kwargs=settings),
             routing_replay=replay, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-4),
         )  # fmt: skip

@@ -1,4 +1,5 @@
-"""Define layouts of processes that compute packs together, for benchmarks/parallel/ranks.py."""
+"""Define layouts of processes that compute micro-batches together, for
+benchmarks/parallel/ranks.py."""
 
 import os
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def device() -> torch.device:
 
 
 class Layout(NamedTuple):
-    """Ranks that share a pack's tokens, a model's matrices, and a mixture's experts."""
+    """Ranks that share a micro-batch's tokens, a model's matrices, and a mixture's experts."""
 
     sequence: int = 1
     tensor: int = 1
@@ -52,14 +53,14 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
 
 
 def share(policy: Policy, layout: str) -> None:
-    """Let all ranks compute packs together in a layout, each with all weights that it needs."""
+    """Let all ranks compute micro-batches together in a layout, each with the weights it needs."""
     shared = LAYOUTS[layout](dist.get_world_size())
     if shared.tensor > 1:
         policy.split(_neighbours(shared.tensor))
     if shared.expert > 1:
         spread(policy, _neighbours(shared.expert))
     if shared.sequence * shared.tensor > 1:
-        policy.share_packs(shared.sequence)
+        policy.share_micro_batches(shared.sequence)
 
 
 def _neighbours(count: int) -> TensorRanks:

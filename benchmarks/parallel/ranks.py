@@ -1,4 +1,5 @@
-"""Compute packs together in processes of benchmarks/parallel, and compare with one by one."""
+"""Compute micro-batches together in processes of benchmarks/parallel, and compare with one by
+one."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ def brief(rank: int) -> list[Rollout]:
     return [Rollout(Prompt("0", "", [2]), f"{rank}", 0, seed=0, rows=[row])]
 
 
-def pack_of(made: list[Rollout], silent: bool) -> TensorDict:
+def micro_batch_of(made: list[Rollout], silent: bool) -> TensorDict:
     batch = pack_rollouts(made)
     if silent:
         batch["tokens", "loss_mask"] = torch.zeros_like(batch["tokens", "loss_mask"])
@@ -91,9 +92,9 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-def loss_of(policy: Policy, pack: TensorDict, rank: int) -> tuple[Tensor, list[list[float]]]:
+def loss_of(policy: Policy, micro_batch: TensorDict, rank: int) -> tuple[Tensor, list[list[float]]]:
     """Return a loss in which each number has a weight of its own, and the numbers."""
-    scores = policy(pack)
+    scores = policy(micro_batch)
     columns = [x for x in (scores.logprobs, scores.entropy, scores.values) if x is not None]
     weights = torch.linspace(0.5 + rank, 1.5, len(scores.live), device=scores.live.device)
     loss = sum((weights * column).sum() * (i + 1) for i, column in enumerate(columns))
@@ -119,24 +120,27 @@ def compare(
     made: Callable[[int], list[Rollout]] = rollouts,
     replayed: bool = False,
 ) -> dict[str, float]:
-    """Compare as :func:`compare_packs` does, for a kind of policy, on what is ``made`` per rank.
+    """Compare as :func:`compare_micro_batches` does, for a kind of policy, on what is ``made`` per
+    rank.
 
-    Packs of ``silent`` ranks have no loss. ``replayed``: all tokens go to the first experts. In
-    float32 the same weights say in float64 what is right.
+    Micro-batches of ``silent`` ranks have no loss. ``replayed``: all tokens go to the first
+    experts. In float32 the same weights say in float64 what is right.
     """
-    packs = [pack_of(made(rank), rank in silent) for rank in range(dist.get_world_size())]
+    micro_batches = [
+        micro_batch_of(made(rank), rank in silent) for rank in range(dist.get_world_size())
+    ]
     policy = policy_of(model, dtype, **KINDS[kind](model))
     if replayed:
         config, policy.replays = policy.lm.config, True
         first = torch.arange(config.num_experts_per_tok, dtype=torch.int16)
-        for pack in packs:
-            shape = len(pack["tokens"]), config.num_hidden_layers, len(first)
-            pack["tokens", "routed_experts"] = first.expand(shape).clone()
+        for micro_batch in micro_batches:
+            shape = len(micro_batch["tokens"]), config.num_hidden_layers, len(first)
+            micro_batch["tokens", "routed_experts"] = first.expand(shape).clone()
     exact = None
     if dtype == torch.float32:
         exact = policy_of(model, torch.float64, **KINDS[kind](model))
         exact.load_state_dict(policy.state_dict())
-    return compare_packs(policy, layout, packs, exact)
+    return compare_micro_batches(policy, layout, micro_batches, exact)
 
 
 def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) -> Policy:
@@ -155,20 +159,21 @@ def policy_of(model: str, dtype: torch.dtype = torch.float64, **options: Any) ->
     return policy
 
 
-def compare_packs(
-    policy: Policy, layout: str, packs: Sequence[TensorDict], exact: Policy | None = None
+def compare_micro_batches(
+    policy: Policy, layout: str, micro_batches: Sequence[TensorDict], exact: Policy | None = None
 ) -> dict[str, float]:
-    """Return the largest differences of packs computed by one rank each, and by all together.
+    """Return the largest differences of micro-batches computed by one rank each, and by all
+    together.
 
     Where an ``exact`` policy is there, also how far the gradients of either are from its:
     ``rounding``, and ``rounding_together``.
     """
-    right = {} if exact is None else computed_alone(exact, packs)[1]
-    alone, expected = computed_alone(policy, packs)
+    right = {} if exact is None else computed_alone(exact, micro_batches)[1]
+    alone, expected = computed_alone(policy, micro_batches)
     with default_dtype(next(policy.parameters()).dtype):
         share(policy, layout)
         rank = dist.get_rank()
-        loss, columns = loss_of(policy, packs[rank], rank)
+        loss, columns = loss_of(policy, micro_batches[rank], rank)
         loss.backward()
         found = gradients(policy)
         for grad in found.values():
@@ -193,11 +198,14 @@ def compare_packs(
 
 
 def computed_alone(
-    policy: Policy, packs: Sequence[TensorDict]
+    policy: Policy, micro_batches: Sequence[TensorDict]
 ) -> tuple[list[tuple[Tensor, list[list[float]]]], dict[str, Tensor]]:
-    """Return what :func:`loss_of` gives for each rank's pack, and the gradients of all of them."""
+    """Return what :func:`loss_of` gives for each rank's micro-batch, and the gradients of all of
+    them."""
     with default_dtype(next(policy.parameters()).dtype):
-        alone = [loss_of(policy, pack, rank) for rank, pack in enumerate(packs)]
+        alone = [
+            loss_of(policy, micro_batch, rank) for rank, micro_batch in enumerate(micro_batches)
+        ]
         sum(loss for loss, _ in alone).backward()  # type: ignore[union-attr]
         found = gradients(policy)
     policy.zero_grad()

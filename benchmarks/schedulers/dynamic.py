@@ -13,8 +13,8 @@ from random import Random
 
 from benchmarks.schedulers.simulated import GROUP_SIZE, GROUPS, PER_REQUEST, SLOTS, STEP, UNIT
 from benchmarks.support.simulate import SimulatedEngine, Simulation, simulate
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.rollout import Group, Rollout
 
 RECORDED = json.loads((Path(__file__).parent / "smollm2_lengths.json").read_text())

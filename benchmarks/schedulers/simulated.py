@@ -7,9 +7,9 @@ from functools import cache
 from random import Random
 
 from benchmarks.support.simulate import SimulatedEngine, Simulation, simulate
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.partial import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.streamed import StreamedCollector
 
 GROUPS, GROUP_SIZE = 32, 8

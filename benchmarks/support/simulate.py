@@ -320,7 +320,7 @@ def simulate(
         train_seconds: that training on so many tokens takes; a part of them, its share.
         sync_seconds: that a weight sync takes, while the engine is paused.
         first: where a run goes on that stopped after so many iterations.
-        ahead: let the collector work ahead beyond the end, as for a longer run.
+        ahead: let the collector prefetch beyond the end, as for a longer run.
         schedule: after which iterations weights are synced.
         filters: groups that any of them rejects are replaced.
         refill_seconds: after which rejected groups complete the batch; None: never.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.rows import drop_unasked
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.routing import extended
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling, request_seed, seed_of
@@ -130,7 +130,7 @@ def is_over(turn: list[int], sampling: Sampling, tokenizer: PreTrainedTokenizerB
     """Return True if a turn that a resumed rollout holds had ended: by an end token, or by a stop
     string, which may end inside of the last token.
     """
-    ends = ends_of(tokenizer)
+    ends = end_tokens_of(tokenizer)
     if ends.ended(turn) or not (turn and sampling.stop):
         return ends.ended(turn)
     text, before = (str(tokenizer.decode(t, skip_special_tokens=True)) for t in (turn, turn[:-1]))
@@ -216,8 +216,8 @@ def record_turns(
     rollout.calls = []  # they are recomputed
     calls = rollout.model_calls()
     shared = 0 if rollout.fork is None else rollout.fork.calls
-    told = zip_longest(calls, rewards[: len(calls)], states[: len(calls)])
-    for number, (call, reward, state) in enumerate(told):
+    turns = zip_longest(calls, rewards[: len(calls)], states[: len(calls)])
+    for number, (call, reward, state) in enumerate(turns):
         seed = rollout.seed if number < shared else rollout.own_seed
         call.seed = continuation_seed(seed, call.start)
         call.reward, call.state = reward, state
@@ -297,8 +297,8 @@ def new_rollouts(
     (evaluations, probes); ``first_place`` is the number of groups already issued for it.
     """
     return [
-        new_rollout(prompt, index, sampling, seed, iteration, place)
-        for place, prompt in enumerate(prompts, first_place)
+        new_rollout(prompt, index, sampling, seed, iteration, position)
+        for position, prompt in enumerate(prompts, first_place)
         for index in range(group_size)
     ]
 

@@ -51,7 +51,7 @@ class EveryCall(ForkPoints):
 
 @configurable
 @dataclass(frozen=True)
-class TheseCalls(ForkPoints):
+class FixedCalls(ForkPoints):
     """Forks before the calls with these ``numbers``, as far as a rollout has them; from 2 on.
 
     Raises:
@@ -64,7 +64,7 @@ class TheseCalls(ForkPoints):
     def __post_init__(self) -> None:
         if not self.numbers or min(self.numbers) < 2:
             raise ConfigError(
-                f"TheseCalls(numbers={list(self.numbers)}) must name calls >= 2; for more answers "
+                f"FixedCalls(numbers={list(self.numbers)}) must name calls >= 2; for more answers "
                 "to the prompt itself raise group_size"
             )
 

@@ -93,13 +93,13 @@ class MCPTools:
 
     async def _listed(self) -> Sequence[Any]:
         client = (await self._connected()).client
-        found, cursor, seen = [], None, set[str]()
+        result, cursor, seen = [], None, set[str]()
         while True:  # page by page
             page = await client.list_tools(cursor=cursor)
-            found += page.tools
+            result += page.tools
             cursor = page.next_cursor
             if cursor is None:
-                return found
+                return result
             if cursor in seen:
                 raise EpisodeError(f"{self!r} lists its tools without end: page {cursor!r} again")
             seen.add(cursor)
@@ -173,9 +173,9 @@ class _Connection:
                 if isinstance(error, TimeoutError):
                     why = f"no answer within start_timeout={server.start_timeout:g} s"
                 log.seek(0)
-                said = " ".join(log.read()[-_TAIL:].split())
+                printed = " ".join(log.read()[-_TAIL:].split())
                 raise EpisodeError(
-                    f"{server!r} cannot be used: {why}{said and f'; it wrote: {said}'}"
+                    f"{server!r} cannot be used: {why}{printed and f'; it wrote: {printed}'}"
                 ) from error
         return self
 
@@ -224,8 +224,8 @@ async def _client(server: MCPTools, log: TextIO, stack: AsyncExitStack) -> Any:
 def _schema(tool: Any) -> dict[str, Any]:
     """Return a tool as the chat templates show it."""
     parameters = {"type": "object", "properties": {}} | dict(tool.input_schema)
-    told = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
-    return {"type": "function", "function": told}
+    schema = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+    return {"type": "function", "function": schema}
 
 
 def _shown(part: Any) -> dict[str, Any]:

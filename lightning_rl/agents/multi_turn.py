@@ -27,7 +27,7 @@ from lightning_rl.agents.base import (
 )
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
@@ -160,7 +160,7 @@ class _Episode:
         self.rollout = rollout
         self.environment = environment
         self.tokenizer = tokenizer
-        self.ends = ends_of(tokenizer)
+        self.ends = end_tokens_of(tokenizer)
         self.chat = chat
         self.messages: list[Message] = []
         first = len(rollout.rows[0].prompt_ids)

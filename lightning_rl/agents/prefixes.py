@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from lightning_rl.engines.kept_texts import TextHash
+from lightning_rl.engines.prefix_cache import TextHash
 from lightning_rl.rollout import SAMPLED_BY, Row, SamplingDistribution
 
 _settings = attrgetter(*SAMPLED_BY)
@@ -45,9 +45,9 @@ class Prefixes:
         self._rows = rows
         self._texts: dict[int, TextHash] = {}
         self._kinds: defaultdict[tuple[Hashable, ...], _Kind] = defaultdict(_Kind)
-        for place, row in enumerate(rows):
-            if place or row.token_ids:
-                self.grown(place)
+        for index, row in enumerate(rows):
+            if index or row.token_ids:
+                self.grown(index)
 
     def grown(self, place: int) -> None:
         """Index a new row, or the tokens that were appended to one."""

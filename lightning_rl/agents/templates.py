@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.chats import NO_TEMPLATE, row_options
-from lightning_rl.data.ends import MARK, QUESTION, ends_of
+from lightning_rl.data.end_tokens import MARK, QUESTION, end_tokens_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import Message, Picture, Placed, of_whole_characters
 from lightning_rl.run.files.strict_json import loads
@@ -32,7 +32,7 @@ class TurnTemplate:
 
     Args:
         tokenizer: has a chat template that closes a turn with one of its end tokens
-            (:class:`~lightning_rl.data.ends.Ends`).
+            (:class:`~lightning_rl.data.end_tokens.EndTokens`).
         chat_options: extra variables of the template, such as ``tools``.
 
     Raises:
@@ -46,7 +46,7 @@ class TurnTemplate:
             raise ConfigError(f"an agent that continues chats needs a chat template: {NO_TEMPLATE}")
         self.tokenizer = tokenizer
         self.chat_options = dict(chat_options or {})
-        self.ends = ends_of(tokenizer)
+        self.ends = end_tokens_of(tokenizer)
         self._of_rows: dict[str, TurnTemplate] = {}
         self._end_texts = list(map(str, tokenizer.convert_ids_to_tokens([*self.ends.token_ids])))
 
@@ -227,15 +227,15 @@ class TurnTemplate:
         """Find turns that the template renders differently once a reply follows."""
         opened = self.render([QUESTION])
         inside = opened.rstrip().endswith("<think>")  # the opening begins the thought already
-        found = []
+        result = []
         for content in ("Plain.", THOUGHT.removeprefix("<think>\n") if inside else THOUGHT, PADDED):
             text = self.render([QUESTION, _turn(content, calls), *reply])
             if not text.startswith(opened):
                 return [f"what comes before a turn, {_difference(opened, text)}"]
             became = self._before_end(text[len(opened) :])
             if not (became.startswith(content) if calls else became == content):
-                found.append(f"a turn written as {content!r} becomes {became!r:.120}")
-        return found
+                result.append(f"a turn written as {content!r} becomes {became!r:.120}")
+        return result
 
     def _changed_later(
         self, reply: Sequence[Message], calls: Sequence[Message], suffix: str

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent
 from lightning_rl.agents.episode import Episode
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
@@ -97,8 +97,8 @@ class ThinkingBudget(Agent):
             "thinking/tokens": float(self._thought(prompt, written)),
         }
         # Where penalties make two rows of it, it is one completion nevertheless.
-        said = ends_of(tokenizer).cut(written)
-        text = rollout.prompt.begun + str(tokenizer.decode(said, skip_special_tokens=True))
+        thought = end_tokens_of(tokenizer).cut(written)
+        text = rollout.prompt.begun + str(tokenizer.decode(thought, skip_special_tokens=True))
         chat = not isinstance(rollout.prompt.prompt, str)
         rollout.completion = [{"role": "assistant", "content": text}] if chat else text
         return rollout

@@ -26,7 +26,6 @@ from lightning_rl.agents.base import (
     within,
 )
 from lightning_rl.agents.mcp import MCPTools
-from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import (
     HermesParser,
     ParsedCall,
@@ -34,9 +33,10 @@ from lightning_rl.agents.templates import (
     TurnTemplate,
     tool_reply,
 )
+from lightning_rl.agents.tool_call_parsing import CallReader
 from lightning_rl.agents.tool_results import as_content
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, EpisodeError, require_at_least
@@ -199,16 +199,16 @@ class ToolAgent(Agent):
         """Return a turn of the model as a message; ``parse`` is False for one that was cut off."""
         assert self._tokenizer is not None and self._reader is not None
         reader = self._reader
-        said = ends_of(self._tokenizer).cut(wrote)
+        token_ids = end_tokens_of(self._tokenizer).cut(wrote)
         # Call formats are made of special tokens too.
-        text = begun + str(self._tokenizer.decode(said))
+        text = begun + str(self._tokenizer.decode(token_ids))
         calls: list[ParsedCall] = []
         if parse:
             content, calls = await _threads.call(lambda: reader.read(text))
         if self._one_call and len(calls) > 1:
             calls = [ParsedCall(calls[0].name, error="only one tool may be called per turn")]
         if not calls:
-            content = begun + str(self._tokenizer.decode(said, skip_special_tokens=True))
+            content = begun + str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
             return {"role": "assistant", "content": content}
         before = sum(len(message.get("tool_calls", ())) for message in messages)
         numbered = [call_message(call, number) for number, call in enumerate(calls, before)]
@@ -372,9 +372,9 @@ class Toolbox:
                 thread only.
         """
         few = len(calls) if limit is None else limit
-        told = f"only {limit} calls of a turn are run; call again for the rest"
+        message = f"only {limit} calls of a turn are run; call again for the rest"
         results = await asyncio.gather(*(self._answer(call) for call in calls[:few]))
-        return [*results, *(_error(call, "too_many", told) for call in calls[few:])]
+        return [*results, *(_error(call, "too_many", message) for call in calls[few:])]
 
     async def _answer(self, call: Message) -> Message:
         from pydantic import ValidationError

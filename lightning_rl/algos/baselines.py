@@ -259,9 +259,9 @@ def rewards_to_go(batch: TensorDict, calls: CallTable, rewards: Tensor) -> Tenso
     credit = rewards[episode]
     if "token_rewards" not in batch["tokens"]:
         return credit
-    own = batch["tokens", "token_rewards"][calls.tokens]
+    call_rewards = batch["tokens", "token_rewards"][calls.tokens]
     # With no critic and gamma = lambda = 1, the recursion of GAE is the reward-to-go.
-    return credit + gae(own, torch.zeros_like(own), episode, 1.0, 1.0)[0]
+    return credit + gae(call_rewards, torch.zeros_like(call_rewards), episode, 1.0, 1.0)[0]
 
 
 @configurable

@@ -36,14 +36,14 @@ class Distillation(Advantage):
 
     Args:
         coef: weight of the teacher's term.
-        beside: advantage from the rewards, which is added; None: the teacher's term alone.
+        base_advantage: advantage from the rewards, which is added; None: the teacher's term alone.
 
     Raises:
         ConfigError: if ``coef`` is not finite.
     """
 
     coef: float = 1.0
-    beside: GroupAdvantage | None = None
+    base_advantage: GroupAdvantage | None = None
     needs_teacher: ClassVar[bool] = True
     per_group: ClassVar[bool] = True
 
@@ -52,19 +52,19 @@ class Distillation(Advantage):
 
     @property
     def takes_kl_reward(self) -> bool:  # type: ignore[override]
-        """True if ``beside`` does; without it, rewards have no part in the advantage."""
-        return self.beside is not None and self.beside.takes_kl_reward
+        """True if ``base_advantage`` does; without it, rewards have no part in the advantage."""
+        return self.base_advantage is not None and self.base_advantage.takes_kl_reward
 
     @property
     def min_group_size(self) -> int:  # type: ignore[override]
-        return 1 if self.beside is None else self.beside.min_group_size
+        return 1 if self.base_advantage is None else self.base_advantage.min_group_size
 
     def __call__(self, batch: TensorDict) -> TensorDict:
         tokens = batch["tokens"]
         written = tokens["rollout_logprobs"]
         advantages = torch.zeros_like(written)
-        if self.beside is not None:
-            advantages = self.beside(batch)["tokens", "advantages"]
+        if self.base_advantage is not None:
+            advantages = self.base_advantage(batch)["tokens", "advantages"]
         sampled = tokens["loss_mask"] & ~batch["rollouts", "demonstration"][token_rows(batch)]
         tokens["advantages"] = advantages + self._term(written, tokens, sampled)
         return batch
@@ -139,7 +139,7 @@ class TeacherDivergence(PolicyLoss):
         beta: 0: forward KL, which covers what the teacher would write; 1: reverse KL, which seeks
             its most likely texts; between: the generalised Jensen-Shannon divergence.
         coef: weight of the divergence.
-        beside: loss that is added, which learns from rewards; None: the divergence alone.
+        base_loss: loss that is added, which learns from rewards; None: the divergence alone.
 
     Raises:
         ConfigError: for a ``beta`` outside [0, 1], or if ``coef`` is not finite.
@@ -147,7 +147,7 @@ class TeacherDivergence(PolicyLoss):
 
     beta: float = 0.5
     coef: float = 1.0
-    beside: PolicyLoss | None = None
+    base_loss: PolicyLoss | None = None
     needs_teacher: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -157,14 +157,14 @@ class TeacherDivergence(PolicyLoss):
 
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         loss, metrics = logprobs * 0.0, divergence(logprobs, tokens)
-        if self.beside is not None:
-            loss, metrics = self.beside(logprobs, tokens)
+        if self.base_loss is not None:
+            loss, metrics = self.base_loss(logprobs, tokens)
         if "teacher_ids" not in tokens:
             return loss, metrics
         if "likeliest_logprobs" not in tokens:
             raise ConfigError(
                 "TeacherDivergence must be model.loss itself: only then does the policy score the "
-                "teacher's likeliest tokens; pass the other loss as beside"
+                "teacher's likeliest tokens; pass the other loss as base_loss"
             )
         # A token that the policy lacks, of a larger vocabulary, is one of the others.
         filled = ~tokens["likeliest_logprobs"].isneginf()

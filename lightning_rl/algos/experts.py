@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.models.routing import Heard
+from lightning_rl.models.routing import RouterOutputs
 from lightning_rl.run.processes.dist import all_sum
 
 
@@ -22,8 +22,8 @@ class LoadBalance:
 
     E sum_e f_e P_e: f_e is the share of tokens that expert e gets, P_e its mean probability,
     both over all layers, as transformers computes it. It equals K, the number of experts per token,
-    for an even load. It covers all tokens of a pack, prompts that rollouts share counting
-    once; a pack is weighted as its tokens are in the loss.
+    for an even load. It covers all tokens of a micro-batch, prompts that rollouts share counting
+    once; a micro-batch is weighted as its tokens are in the loss.
 
     Args:
         coef: weight of the loss; None takes the model's ``router_aux_loss_coef``.
@@ -38,9 +38,9 @@ class LoadBalance:
         require_at_least(0, **{"balance.coef": self.coef})
         require_finite(**{"balance.coef": self.coef})
 
-    def __call__(self, heard: Heard) -> Tensor:
+    def __call__(self, router_outputs: RouterOutputs) -> Tensor:
         """Return the loss, shape (), without the coefficient."""
-        return balance_loss(heard)
+        return balance_loss(router_outputs)
 
     def of_model(self, config: object, model: str) -> "LoadBalance":
         """Return it with the coefficient of the model's configuration, unless ``coef`` is set.
@@ -58,9 +58,12 @@ class LoadBalance:
         return LoadBalance(float(coef))
 
 
-def balance_loss(heard: Heard) -> Tensor:
+def balance_loss(router_outputs: RouterOutputs) -> Tensor:
     """Sum over the E experts of E f_e P_e, both means over layers; shape ()."""
-    return heard.probs.shape[1] * (heard.load.mean(0) * heard.probs.mean(0)).sum()
+    return (
+        router_outputs.probs.shape[1]
+        * (router_outputs.load.mean(0) * router_outputs.probs.mean(0)).sum()
+    )
 
 
 class RoutingReplay(ABC):
@@ -127,11 +130,13 @@ class ExpertLoad:
         self._sums: tuple[Tensor, Tensor] | None = None
         """Sums over tokens: load (L, E); router entropy and replayed choices that differ (2,)."""
 
-    def add(self, heard: Heard, counts: bool = True) -> None:
+    def add(self, router_outputs: RouterOutputs, counts: bool = True) -> None:
         """Add a pass; one with ``counts`` False only contributes the shape of the metrics."""
-        tokens = len(heard.experts) * counts
-        load = heard.load.double() * tokens
-        others = torch.stack([heard.entropy.mean(), heard.otherwise]).double() * tokens
+        tokens = len(router_outputs.experts) * counts
+        load = router_outputs.load.double() * tokens
+        others = (
+            torch.stack([router_outputs.entropy.mean(), router_outputs.otherwise]).double() * tokens
+        )
         if self._sums is not None:
             load, others = load + self._sums[0], others + self._sums[1]
         self._sums = load, others

@@ -1,6 +1,6 @@
 """Policy and value losses, per token; ``Aggregation`` says how tokens are averaged.
 
-A loss sees the M model tokens of a pack: ``logprobs`` (M,) under the current policy and
+A loss sees the M model tokens of a micro-batch: ``logprobs`` (M,) under the current policy and
 ``tokens``, a TensorDict [M] with ``old_logprobs``, ``rollout_logprobs``, ``advantages``, ``row``
 (which rollout a token belongs to), ``demonstration`` (True if it was given, not sampled) and, where
 computed, ``ref_logprobs``, ``values``, ``returns``.

@@ -1,4 +1,4 @@
-"""The loss of a pack: the sum of its parts per token, and how tokens are averaged."""
+"""The loss of a micro-batch: the sum of its parts per token, and how tokens are averaged."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -132,11 +132,11 @@ class TokenSum(Aggregation):
         return weights.new_tensor(float(len(episode_rows(minibatch).unique()) * self.max_tokens))
 
 
-def loss_tokens(pack: TensorDict, scores: Scores) -> TensorDict:
-    """Return the M scored tokens of a pack, with the columns that losses use."""
-    tokens = pack["tokens"][scores.live]
-    tokens["row"] = token_rows(pack)[scores.live]
-    tokens["demonstration"] = pack["rollouts", "demonstration"][tokens["row"]]
+def loss_tokens(micro_batch: TensorDict, scores: Scores) -> TensorDict:
+    """Return the M scored tokens of a micro-batch, with the columns that losses use."""
+    tokens = micro_batch["tokens"][scores.live]
+    tokens["row"] = token_rows(micro_batch)[scores.live]
+    tokens["demonstration"] = micro_batch["rollouts", "demonstration"][tokens["row"]]
     if "old_logprobs" not in tokens:  # one update per batch: the current policy is the old one
         tokens["old_logprobs"] = scores.logprobs.detach()
     if scores.likeliest is not None:
@@ -171,8 +171,8 @@ class Objective:
         total = torch.zeros_like(scores.logprobs)
         if iteration >= self.value_warmup_iterations:
             total = self._policy_part(scores, tokens, iteration, sampled, metrics)
-        if self.balance is not None and scores.heard is not None:
-            balance = self.balance(scores.heard)
+        if self.balance is not None and scores.router_outputs is not None:
+            balance = self.balance(scores.router_outputs)
             total = total + (self.balance.coef or 0.0) * balance
             metrics["experts/balance_loss"] = balance.expand_as(total)
         if self.value_loss is not None and scores.values is not None:
@@ -234,7 +234,7 @@ def check_parts(
     has_critic: bool,
     kl_reward: KLPenalty | None,
     reference: Reference | None,
-    trust_engine_logprobs: bool,
+    use_rollout_logprobs: bool,
 ) -> None:
     """Check the arguments of ``PolicyModule``.
 
@@ -262,9 +262,9 @@ def check_parts(
             f"reference={type(reference).__name__} is not used by any KL; set kl or kl_reward, "
             "or remove reference"
         )
-    if trust_engine_logprobs and objective.correction is not None:
+    if use_rollout_logprobs and objective.correction is not None:
         raise ConfigError(
             f"correction={type(objective.correction).__name__} has nothing to correct with "
-            "trust_engine_logprobs=true, which uses the engine's logprobs as the old ones; remove "
+            "use_rollout_logprobs=true, which uses the engine's logprobs as the old ones; remove "
             "one of the two"
         )

@@ -48,20 +48,20 @@ def tree_credits(group: Sequence[Branched], rewards: Sequence[float]) -> dict[in
     ``rewards`` are indexed by these numbers; see :class:`TreeRLOO`. The credit of missing trunks is
     under None.
     """
-    found: defaultdict[int | None, Credit] = defaultdict(list)
+    result: defaultdict[int | None, Credit] = defaultdict(list)
     worths = [one.worths(rewards) for one in group]
     gains = _less_the_others([worth[0] for worth in worths])
     for one, worth, gain in zip(group, worths, gains, strict=True):
         weight = 1.0
-        found[one.trunk].append((0, gain))
+        result[one.trunk].append((0, gain))
         for fork, branches in sorted(one.forks.items()):
             ways: dict[int | None, float] = {branch: rewards[branch] for branch in branches}
             if fork in worth:
                 ways[one.trunk] = worth[fork]
             weight /= len(ways)
             for number, more in zip(ways, _less_the_others([*ways.values()]), strict=True):
-                found[number].append((fork, weight * more))
-    return found
+                result[number].append((fork, weight * more))
+    return result
 
 
 def _less_the_others(values: Sequence[float]) -> list[float]:
@@ -129,8 +129,8 @@ def _groups(batch: TensorDict, episodes: Episodes) -> list[list[Branched]]:
         ]
     groups: defaultdict[int, defaultdict[int, Branched]]
     groups = defaultdict(lambda: defaultdict(Branched))
-    told = zip(numbers, episodes.group.tolist(), *columns, strict=True)
-    for number, group, sample, fork in told:
+    columns_by_row = zip(numbers, episodes.group.tolist(), *columns, strict=True)
+    for number, group, sample, fork in columns_by_row:
         one = groups[group][sample]
         if fork:
             one.forks[fork].append(number)

@@ -218,5 +218,5 @@ class OffPolicyMask(PolicyLoss):
     def __call__(self, logprobs: Tensor, tokens: TensorDict) -> tuple[Tensor, Metrics]:
         loss, metrics = self.loss(logprobs, tokens)
         gap = row_means(tokens["rollout_logprobs"] - logprobs.detach(), tokens["row"])
-        left_out = (tokens["advantages"] < 0) & (gap > self.threshold)
-        return loss.masked_fill(left_out, 0.0), metrics | {"masked_share": left_out.float()}
+        skipped = (tokens["advantages"] < 0) & (gap > self.threshold)
+        return loss.masked_fill(skipped, 0.0), metrics | {"masked_share": skipped.float()}

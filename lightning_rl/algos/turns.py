@@ -177,12 +177,12 @@ class GiGPO(WithinGroups):
         """Return the state of each call, (C,)."""
         first = calls.tokens[calls.first]
         states = batch["tokens"].get("state", None)
-        found = torch.full_like(first, -1) if states is None else states[first]
-        nameless = int((found < 0).sum())
+        result = torch.full_like(first, -1) if states is None else states[first]
+        nameless = int((result < 0).sum())
         if nameless:
             raise ConfigError(
                 "advantage=GiGPO compares calls made in equal states, but the states of "
-                f"{nameless} of {len(found)} calls have no name; let the environment name what the "
-                "model reads next, Reply(state=...), or use RewardToGo, which needs no states"
+                f"{nameless} of {len(result)} calls have no name; let the environment name what "
+                "the model reads next, Reply(state=...), or use RewardToGo, which needs no states"
             )
-        return found
+        return result

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_rl.config import packages
 from lightning_rl.errors import ConfigError, DataError, LightningRLError, RunInterrupted
-from lightning_rl.run.garbage import uncollected
+from lightning_rl.run.garbage_collection import uncollected
 from lightning_rl.run.interpreter import require_docstrings, require_utf8
 from lightning_rl.run.processes.openmp import spin_briefly
 
@@ -218,6 +218,6 @@ def _search_working_directory(arguments: list[str]) -> None:
         if here not in sys.path:
             sys.path.insert(0, here)
         return
-    sys.path[:] = [place for place in sys.path if place not in ("", here)]
+    sys.path[:] = [folder for folder in sys.path if folder not in ("", here)]
     if "--trust" in names:
         sys.path.append(here)

@@ -40,7 +40,7 @@ from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.learn.precision import check_optimizer
 from lightning_rl.learn.schedulers import check_scheduler
 from lightning_rl.learn.update_schedules import EveryIteration
-from lightning_rl.run.files.newest import continue_newest_run
+from lightning_rl.run.files.newest_run import continue_newest_run
 from lightning_rl.run.files.resume import KeepConfigs
 from lightning_rl.run.files.rundir import WRITE_LOCALLY, require_writable_dirs
 from lightning_rl.run.hooks import find_callbacks, is_fast_dev_run
@@ -95,8 +95,8 @@ class RLCLI(LightningCLI):
         if of_class:
             names.load_all()  # the parser knows short names of what has been imported
         if not of_class and not {"-h", "--help"} & set(rest):
-            own = self._subcommand_parsers[command]
-            sources = checked_sources(rest, own, self.trusted)
+            subparser = self._subcommand_parsers[command]
+            sources = checked_sources(rest, subparser, self.trusted)
             _require_checkpoint(sources.tree.get("ckpt_path"))
             rest = as_checked(sources, rest)
         # super() would warn that args is not sys.argv
@@ -111,24 +111,24 @@ class RLCLI(LightningCLI):
 
     def _require_trusted_parts(self) -> None:
         if self.trusted is not None:
-            own = self.config[self.config.subcommand].as_dict()
-            require_trusted_parts(own, self.trusted, {"trainer": RLTrainer})
+            config = self.config[self.config.subcommand].as_dict()
+            require_trusted_parts(config, self.trusted, {"trainer": RLTrainer})
 
     def _push_weights(self) -> None:
         """Configure the ``WeightSync`` that a run with an engine gets anyway, unless one is.
 
         So ``config.yaml`` says how weights were pushed, and a run that resumes is compared with it.
         """
-        own = self.config[self.config.subcommand]
-        given = _as_list(own.trainer.callbacks)
+        config = self.config[self.config.subcommand]
+        given = _as_list(config.trainer.callbacks)
         classes = [import_object(callback.class_path) for callback in given]
-        if not issubclass(import_object(own.data.class_path), RLDataModule):
+        if not issubclass(import_object(config.data.class_path), RLDataModule):
             return
         if not any(inspect.isclass(c) and issubclass(c, WeightSync) for c in classes):
             parser = LightningArgumentParser()
             parser.add_argument("--callback", type=Callback)
             default = parser.parse_object({"callback": {"class_path": "WeightSync"}}).callback
-            own.trainer.callbacks = [default, *given]
+            config.trainer.callbacks = [default, *given]
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if not isinstance(self.model, FiniteStepsModule):  # ours add it, as the other defaults
@@ -155,12 +155,12 @@ class RLCLI(LightningCLI):
 
     def _set_seed(self) -> None:
         """Draw a seed if asked to, and report it, so that the run can be repeated."""
-        own = self.config[self.config.subcommand]
-        if own.seed_everything is True:
-            own.seed_everything = drawn_seed()
+        config = self.config[self.config.subcommand]
+        if config.seed_everything is True:
+            config.seed_everything = drawn_seed()
             rank_zero_info(
-                f"seed_everything=true: drew {own.seed_everything}; set this number to repeat the "
-                "run"
+                f"seed_everything=true: drew {config.seed_everything}; set this number to repeat "
+                "the run"
             )
         super()._set_seed()
 

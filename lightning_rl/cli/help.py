@@ -80,11 +80,11 @@ def _class_called(name: str) -> type:
     if name not in known:
         meant = did_you_mean(name, known)
         raise ConfigError(f"help: no class of this library is called {name!r}{meant}")
-    found: Any = public(name)
-    if not isclass(found) or issubclass(found, Exception):
-        kind = "an error" if isclass(found) else "not a class"
+    result: Any = public(name)
+    if not isclass(result) or issubclass(result, Exception):
+        kind = "an error" if isclass(result) else "not a class"
         raise ConfigError(f"help: {name} is {kind}, so it has no arguments to configure")
-    return found
+    return result
 
 
 _MODULE = re.compile(r"(?:\w+\.)+(?=\w)")

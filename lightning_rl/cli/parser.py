@@ -109,8 +109,8 @@ def _is_sayable(value: Any) -> bool:
         return all(map(_is_sayable, value.values()))
     if isinstance(value, list | tuple | set):
         return all(map(_is_sayable, value))
-    said = (Namespace, bool, int, float, str, Enum, PathLike)
-    if value is None or isinstance(value, said) or isclass(value) or isroutine(value):
+    kinds = (Namespace, bool, int, float, str, Enum, PathLike)
+    if value is None or isinstance(value, kinds) or isclass(value) or isroutine(value):
         return True
     return get_registered_type(type(value)) is not None  # such as a timedelta
 
@@ -133,9 +133,9 @@ def checked_sources(
         require_trusted(sources.tree, trusted)
     seed = sources.tree.get("seed_everything")
     if isinstance(seed, int) and not 0 <= seed <= LARGEST_SEED:  # false is 0, and leaves all as is
-        place = sources.place(("seed_everything",))
+        source = sources.place(("seed_everything",))
         raise ConfigError(
-            f"seed_everything={seed!s:.30} must be in [0, {LARGEST_SEED}]\n  at {place}"
+            f"seed_everything={seed!s:.30} must be in [0, {LARGEST_SEED}]\n  at {source}"
         )
     prints = any(argument.startswith("--print_config") for argument in arguments)
     check_sources(sources, parser, complete=not prints, files=trusted is None)

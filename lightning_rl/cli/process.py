@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.run.noise import ignore_known_warnings
+from lightning_rl.run.known_warnings import ignore_known_warnings
 
 _UNPRINTABLE = {
     **{code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"},

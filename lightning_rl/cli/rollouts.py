@@ -15,9 +15,9 @@ from rich.text import Text
 from lightning_rl.cli.process import CommandParser, printable
 from lightning_rl.collect.estimates import Comparison, mean_by_prompt
 from lightning_rl.data.rollouts.files import open_rollouts
-from lightning_rl.data.rollouts.form import shortened
 from lightning_rl.data.rollouts.jsonl import parsed
 from lightning_rl.data.rollouts.store import RolloutStore
+from lightning_rl.data.rollouts.validation import shortened
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 
 COLUMNS = (

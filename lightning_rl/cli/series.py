@@ -33,26 +33,26 @@ def checkpoints_named(given: Named) -> list[Path]:
         ConfigError: if there are none, or one is missing, damaged or not a checkpoint.
     """
     if isinstance(given, str | PathLike):
-        found = _in_folder(Path(given))
+        result = _in_folder(Path(given))
     else:
-        found = [Path(path) for path in given]
-    if not found:
+        result = [Path(path) for path in given]
+    if not result:
         raise ConfigError("checkpoints: the list is empty; add checkpoints, or leave it out")
-    for path in found:
+    for path in result:
         require_checkpoint(path, "checkpoints")
         if not about(path):
             raise ConfigError(
                 f"checkpoints: {str(path)!r} records no iteration, so it was not saved while "
                 "learning from rewards; leave it out, or test it alone with ckpt_path"
             )
-    return found
+    return result
 
 
 def _in_folder(place: Path) -> list[Path]:
     if not place.is_dir() or (place / "meta.pt").exists():  # a sharded checkpoint is a folder too
         return [place]
-    found = checkpoints_in(place)[::-1]
-    if not found:
+    result = checkpoints_in(place)[::-1]
+    if not result:
         inside = place / "checkpoints"
         fix = (
             f"did you mean {inside}?"
@@ -60,7 +60,7 @@ def _in_folder(place: Path) -> list[Path]:
             else "pass a folder of checkpoints, or a list"
         )
         raise ConfigError(f"checkpoints: {str(place)!r} holds no *.ckpt; {fix}")
-    return found
+    return result
 
 
 def require_checkpoint(path: str | Path, key: str) -> None:
@@ -183,8 +183,10 @@ def as_table(rows: Sequence[Row]) -> str:
 
     An interval stands behind its metric.
     """
-    told = dict.fromkeys(name for row in rows for name in row if name != "against")
-    names = [name for name in told if _metric_of(name) == name or _metric_of(name) not in told]
+    columns = dict.fromkeys(name for row in rows for name in row if name != "against")
+    names = [
+        name for name in columns if _metric_of(name) == name or _metric_of(name) not in columns
+    ]
     cells = [names, *([_cell(row, name) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(

@@ -87,8 +87,8 @@ def _nodes(node: Any, key: Key, owner: str) -> Iterator[tuple[Key, Any, str]]:
     yield key, node, owner
     if isinstance(node, dict) and "class_path" in node:
         owner = str(node["class_path"]).rpartition(".")[2]
-    for place, inner in _children(node, key):
-        yield from _nodes(inner, place, owner)
+    for path, inner in _children(node, key):
+        yield from _nodes(inner, path, owner)
 
 
 def _children(node: Any, key: Key) -> Iterator[tuple[Key, Any]]:
@@ -214,8 +214,8 @@ def _refusal(where: str, value: str, trusted: Sequence[str]) -> ConfigError:
 
 def _texts(node: Any, key: Key) -> Iterator[tuple[Key, str]]:
     """Yield all texts, also inside texts that the parser would read as YAML."""
-    for place, inner in _children(node, key):
-        yield from _texts(inner, place)
+    for path, inner in _children(node, key):
+        yield from _texts(inner, path)
     if isinstance(node, str):
         yield key, node
         if (parsed := as_parsed(node)) != node:
@@ -258,9 +258,9 @@ def _stays_inside(path: str) -> bool:
     """Return True if no step of a path leads into another module, as ``pool.os`` does."""
     parts = path.split(".")
     for end in range(1, len(parts)):
-        place = ".".join(parts[:end])
-        found = sys.modules.get(place) or import_object(place) if end > 1 else None
-        if inspect.ismodule(found) and found.__name__ != place:
+        module = ".".join(parts[:end])
+        imported = sys.modules.get(module) or import_object(module) if end > 1 else None
+        if inspect.ismodule(imported) and imported.__name__ != module:
             return False
     return True
 

@@ -125,8 +125,8 @@ def _texts(
         if owner is not None and name is not None:
             yield key, owner, name, node
     elif isinstance(node, list | tuple):
-        for place, value in enumerate(node):
-            yield from _texts(value, (*key, place), owner, name)
+        for index, value in enumerate(node):
+            yield from _texts(value, (*key, index), owner, name)
     elif isinstance(node, Mapping) and "class_path" in node:
         made = import_object(node["class_path"])
         for part in ("init_args", "dict_kwargs"):

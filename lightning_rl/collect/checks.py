@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.losses import PolicyLoss, SFTMix
 from lightning_rl.algos.objective import Aggregation, Objective
-from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector, GroupFilter
+from lightning_rl.collect.prefetch import PrefetchingCollector
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
@@ -138,7 +138,7 @@ def check_sync(schedules: Sequence[SyncSchedule], collector: Collector) -> None:
             "the same weights repeatedly and pause the engine each time; keep one"
         )
     [schedule] = schedules
-    if not isinstance(collector, WorkingAhead):
+    if not isinstance(collector, PrefetchingCollector):
         return
     # The last iteration before a push trains on weights that are so many versions behind.
     behind = schedule.least_updates - 1
@@ -195,7 +195,7 @@ def check_streaming(
         "sharded weights are gathered by all ranks at once": sharded,
         "engine.sleep_level requires an engine that is idle while the trainer trains": sleeps,
         "rank 0 collects for all ranks from one engine": shared,
-        "model.update.max_tokens_per_pack=auto is measured on a complete batch": measures,
+        "model.update.max_tokens_per_micro_batch=auto is measured on a complete batch": measures,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:

@@ -164,9 +164,9 @@ class Collection:
         elsewhere = self.pipeline.engine.serves_all_ranks  # servers have threads of their own
         with nullcontext() if elsewhere else beside_engine(collector.engine_threads):
             groups = run_async(begin())
-            while places := run_async(complete()):
-                kept = [place for place in places if self.selection.verdict(groups[place]) is None]
-                stream.add([(before + place, self._finished(groups[place])) for place in kept])
+            while indices := run_async(complete()):
+                kept = [index for index in indices if self.selection.verdict(groups[index]) is None]
+                stream.add([(before + index, self._finished(groups[index])) for index in kept])
         return max(0.0, end - time.monotonic())
 
     def _finished(self, group: Group) -> Group:
@@ -175,7 +175,7 @@ class Collection:
 
     async def in_loop(self, iteration: int, count: int, seconds: float) -> list[Group]:
         """The collector's next groups; after so many seconds, those that are finished."""
-        # All that works ahead is in this thread too, so nothing changes in the middle of it.
+        # All that prefetches is in this thread too, so nothing changes in the middle of it.
         self.source.begin(iteration)
         limit = asyncio.timeout(_limit(seconds))
         try:
@@ -233,7 +233,7 @@ class Collection:
     def _observe(self, groups: Sequence[Group]) -> dict[str, float]:
         """Show the prompts all ranks' groups, after the same number of draws; return their metrics.
 
-        Filters make ranks draw more or fewer prompts, and what works ahead draws at any time. A
+        Filters make ranks draw more or fewer prompts, and what prefetches draws at any time. A
         curriculum or mixture needs all to learn, and to go on, from one place.
         """
 
@@ -263,7 +263,7 @@ class Collection:
         finally:
             run_async(context.__aexit__(None, None, None))
 
-    # Taken in the loop, between two steps of whatever works ahead there.
+    # Taken in the loop, between two steps of whatever prefetches there.
     def state_dict(self) -> dict[str, Any]:
         """The place of the source, and every group that is not in a batch yet; primitives only."""
 

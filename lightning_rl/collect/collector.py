@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.rollouts.form import whole
+from lightning_rl.data.rollouts.validation import whole
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
 from lightning_rl.rollout import Group, Rollout, RolloutStatus, own
 from lightning_rl.run.loop.background import cancel_here, innermost, require_awaited
@@ -79,7 +79,7 @@ class Collector(ABC):
     async def take(self, count: int) -> list[Group]:
         """Return the next ``count`` generated groups, for iteration ``self.source.iteration``.
 
-        A collector that works ahead also grades its groups as soon as they are complete.
+        A collector that prefetches also grades its groups as soon as they are complete.
 
         Raises:
             EngineError: if the engine fails.
@@ -133,7 +133,7 @@ class Collector(ABC):
             del self._issued[group[0].group_id]
 
     async def status(self) -> CollectorStatus:
-        """Return the collector's progress between two batches; empty unless it works ahead."""
+        """Return the collector's progress between two batches; empty unless it prefetches."""
         return CollectorStatus()
 
     async def before_sync(self) -> None:

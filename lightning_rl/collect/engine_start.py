@@ -53,7 +53,7 @@ class EngineStart:
                     self._folder = tempfile.TemporaryDirectory(prefix="lightning_rl_")
                     save(self._folder.name)
                     engine.trust_remote_code = trust_remote_code
-                    follow_requests(engine, self.tasks, Path(self._folder.name))
+                    configure_for_requests(engine, self.tasks, Path(self._folder.name))
                     with announced(engine.starting):
                         engine.start(Path(self._folder.name))
                 length = engine.max_length
@@ -73,10 +73,10 @@ class EngineStart:
             self._folder = None
 
 
-def follow_requests(engine: Engine, tasks: Sequence[Task], model_dir: Path) -> None:
+def configure_for_requests(engine: Engine, tasks: Sequence[Task], model_dir: Path) -> None:
     """Tell an engine, before it starts from ``model_dir``, how long the tasks' requests get."""
     trusted = engine.trust_remote_code
-    engine.follow_length(cache(partial(_longest_request, tasks, model_dir, trusted)))
+    engine.configure_length(cache(partial(_longest_request, tasks, model_dir, trusted)))
 
 
 def _longest_request(tasks: Sequence[Task], model_dir: Path, trusted: bool) -> int | None:

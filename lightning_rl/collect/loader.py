@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from tensordict import TensorDict
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.rollouts.form import whole
+from lightning_rl.data.rollouts.validation import whole
 from lightning_rl.errors import RewardError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.processes import dist
@@ -67,8 +67,8 @@ class EpochLoader(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every rank's loader, since a single rank writes the checkpoint."""
-        place = self._place - self.untrained
-        return {"ranks": dist.gather({"place": place} | self.own_state())}
+        position = self._place - self.untrained
+        return {"ranks": dist.gather({"place": position} | self.own_state())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where the state was taken."""

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.base import Agent
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.implied import ImpliedPrompts
+from lightning_rl.data.implied_prompts import ImpliedPrompts
 from lightning_rl.data.mixing import FixedWeights, Mixing
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import PromptDataset

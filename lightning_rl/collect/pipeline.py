@@ -16,7 +16,7 @@ from lightning_rl.agents.base import Agent, new_rollout, new_rollouts
 from lightning_rl.agents.branching import repeats_shared_calls
 from lightning_rl.agents.rows import drop_unasked
 from lightning_rl.collect.tasks import Task
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.plans import GroupPlan
 from lightning_rl.data.prompts import Prompts
 from lightning_rl.engines.base import Engine, drives_engine
@@ -106,15 +106,19 @@ class GroupSource:
 
     def issue(self, prompt: Prompt) -> Group:
         """Return a new group of this prompt."""
-        place = self._place * self.ranks + self.rank
-        own = self.by_prompt(prompt)
+        position = self._place * self.ranks + self.rank
+        prompt_sampling = self.by_prompt(prompt)
 
         def new(index: int) -> Rollout:
-            return new_rollout(prompt, index, own.sampling, self.seed, self.iteration, place)
+            return new_rollout(
+                prompt, index, prompt_sampling.sampling, self.seed, self.iteration, position
+            )
 
         another = map(new, count()).__next__
         self._place += 1
-        return own.plan.begin([another() for _ in range(own.group_size)], another)
+        return prompt_sampling.plan.begin(
+            [another() for _ in range(prompt_sampling.group_size)], another
+        )
 
     def by_prompt(self, prompt: Prompt) -> "GroupSource | Task":
         """Return what a prompt's group size, sampling and plan are set in."""
@@ -202,8 +206,8 @@ class RolloutPipeline:
             RewardError: if too large a share of the rollouts could not be graded.
         """
         groups = [
-            new_rollouts([p], group_size, self._by(p, sampling)[1], seed, iteration, place)
-            for place, p in enumerate(prompts)
+            new_rollouts([p], group_size, self._by(p, sampling)[1], seed, iteration, index)
+            for index, p in enumerate(prompts)
         ]
         self.complete(groups, sampling)
         return [rollout for group in groups for rollout in group]
@@ -308,7 +312,7 @@ class RolloutPipeline:
         rollouts = [rollout for rollout in rollouts if not rollout.completion]
         if not rollouts:
             return
-        ends = ends_of(self.tokenizer)
+        ends = end_tokens_of(self.tokenizer)
         rows = [list(map(ends.cut, _completions(rollout))) for rollout in rollouts]
         flat = list(chain.from_iterable(rows))
         texts = iter(self.tokenizer.batch_decode(flat, skip_special_tokens=True))

@@ -32,7 +32,7 @@ class ReplayBuffer:
     fresh ones are. So the draw does not depend on the number of ranks.
 
     Replayed rollouts are off-policy: they keep the logprobs and versions of the engine that wrote
-    them. Use a correction (``TokenTIS``), or ``PPOClip`` with ``trust_engine_logprobs``.
+    them. Use a correction (``TokenTIS``), or ``PPOClip`` with ``use_rollout_logprobs``.
 
     Args:
         path: path of the SQLite file.
@@ -68,7 +68,7 @@ class ReplayBuffer:
         self._run: int | None = None
         self._exchanges = 0
 
-    def check(self, objective: Objective, trust_engine_logprobs: bool) -> None:
+    def check(self, objective: Objective, use_rollout_logprobs: bool) -> None:
         """Reject a loss that cannot imitate demonstrations; warn if nothing corrects for off-policy
         rollouts.
 
@@ -80,7 +80,7 @@ class ReplayBuffer:
                 f"buffer.sampler={type(self.sampler).__name__} with demonstration > 0 needs "
                 f"model.loss=SFTMix, not {type(objective.loss).__name__}; change one of them"
             )
-        warn_if_uncorrected("replayed", objective, trust_engine_logprobs)
+        warn_if_uncorrected("replayed", objective, use_rollout_logprobs)
 
     def use_file(self, path: Path) -> None:
         """Switch to another file; does nothing if it is the current one."""
@@ -202,12 +202,12 @@ class ReplayBuffer:
         return self.store.set_state(state, [entry.place for entry in entries]) if entries else 0
 
 
-def warn_if_uncorrected(kind: str, objective: Objective, trust_engine_logprobs: bool) -> None:
+def warn_if_uncorrected(kind: str, objective: Objective, use_rollout_logprobs: bool) -> None:
     """Warn if rollouts of older policies would be treated as the current policy's."""
-    if not trust_engine_logprobs and objective.correction is None:
+    if not use_rollout_logprobs and objective.correction is None:
         warnings.warn(
             f"{kind} rollouts are off-policy, but nothing corrects for it; set "
-            "model.update.trust_engine_logprobs: true, or model.correction, e.g. TokenTIS",
+            "model.update.use_rollout_logprobs: true, or model.correction, e.g. TokenTIS",
             stacklevel=3,
         )
 

@@ -61,9 +61,9 @@ class StreamedCollector(Collector):
         self._groups = [self.issue() for _ in range(count)]
         self._complete, self._progress = [], asyncio.Event()
         gate = asyncio.Semaphore(self.max_groups_in_flight or count)
-        for place in sorted(range(count), key=lambda place: place not in first):
-            task = asyncio.create_task(self._finish_in_turn(self._groups[place], gate))
-            self._tasks[task] = place
+        for index in sorted(range(count), key=lambda index: index not in first):
+            task = asyncio.create_task(self._finish_in_turn(self._groups[index], gate))
+            self._tasks[task] = index
             task.add_done_callback(self._on_done)
         return self._groups
 
@@ -76,8 +76,8 @@ class StreamedCollector(Collector):
         while not self._complete and not self._over():
             self._progress.clear()
             await self._progress.wait()
-        places, self._complete = self._complete, []
-        return places
+        indices, self._complete = self._complete, []
+        return indices
 
     async def take(self, count: int) -> list[Group]:
         groups = self._groups or await self.begin(count)

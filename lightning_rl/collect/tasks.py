@@ -62,9 +62,9 @@ class Task:
                 self.sampling,
                 seed,
                 iteration,
-                place,
+                index,
             )
-            for place, prompt in enumerate(self.prompts.first(limit))
+            for index, prompt in enumerate(self.prompts.first(limit))
         ]
         if not groups:
             raise DataError(
@@ -113,13 +113,13 @@ def tasks_of(
 
 
 def _rewards_of(one: PromptSet, common: Rewards | None) -> Rewards:
-    found = one.grader or common
-    if found is None:
+    result = one.grader or common
+    if result is None:
         raise ConfigError(
             f"prompt set {one.name!r} has no rewards; set its rewards, or data.rewards for all "
             "sets without their own"
         )
-    return found
+    return result
 
 
 def grader_of(tasks: Sequence[Task]) -> Rewards | RewardsBySet:

@@ -50,18 +50,18 @@ def branches(hint: Any) -> list[Any]:
 
 def classes(hint: Any) -> list[type]:
     """Return the classes of which ``class_path`` may name a subclass under this hint."""
-    found: list[type] = []
+    result: list[type] = []
     for branch in branches(hint):
         if get_origin(branch) is Callable and get_args(branch):  # called to make an instance
-            found += classes(get_args(branch)[-1])
+            result += classes(get_args(branch)[-1])
         elif (
             inspect.isclass(branch)
             and get_origin(branch) is None
             and branch.__module__ not in ("builtins", "datetime", "pathlib", "typing")
             and not issubclass(branch, str)  # a text of some form, such as PromptPath
         ):
-            found.append(branch)
-    return found
+            result.append(branch)
+    return result
 
 
 def text_forms(hint: Any) -> list[type[str]]:
@@ -196,12 +196,12 @@ def _imported(bases: list[type]) -> dict[str, type]:
     bitsandbytes, for instance, has its own ``AdamW``, which would appear as soon as something
     imports it.
     """
-    found: dict[str, type] = {}
+    result: dict[str, type] = {}
     for kind in (c for base in bases for c in subclasses(base)):
-        known = found.get(kind.__name__)
+        known = result.get(kind.__name__)
         if known is None or not known.__module__.startswith(("torch.", "lightning_rl.")):
-            found[kind.__name__] = kind
-    return found
+            result[kind.__name__] = kind
+    return result
 
 
 def subclasses(base: type) -> Iterator[type]:
@@ -232,12 +232,12 @@ def named_class(name: str, bases: list[type]) -> Any:
             f"no {wanted} is called {name!r}{did_you_mean(name, known)} (known: {shown}; any other "
             "by its import path, e.g. my_module.MyClass)"
         )
-    found = import_object(name)
-    if not callable(found):
-        raise ConfigError(f"{name} is not a {wanted} but a {type(found).__name__}")
-    if inspect.isclass(found) and not issubclass(found, tuple(bases)):
-        raise ConfigError(f"{name} is not a {wanted} but a {found.__mro__[1].__name__}")
-    return found
+    result = import_object(name)
+    if not callable(result):
+        raise ConfigError(f"{name} is not a {wanted} but a {type(result).__name__}")
+    if inspect.isclass(result) and not issubclass(result, tuple(bases)):
+        raise ConfigError(f"{name} is not a {wanted} but a {result.__mro__[1].__name__}")
+    return result
 
 
 def is_class_name(name: str, bases: list[type]) -> bool:
@@ -283,25 +283,25 @@ def import_object(path: str) -> Any:
             f"{path!r} is not an import path; write module.name, e.g. my_rewards.exact"
             f"{did_you_mean(path, MODULE_OF)}"
         )
-    found, place = _import(first), first
-    if found is None:
+    result, place = _import(first), first
+    if result is None:
         raise ConfigError(
             f"{path!r}: there is no module {first!r}; looked in {Path.cwd()}, PYTHONPATH and the "
             "installed packages"
         )
     for part in rest:
-        if not hasattr(found, part) and inspect.ismodule(found):
+        if not hasattr(result, part) and inspect.ismodule(result):
             _import(f"{place}.{part}")  # sets the attribute, if there is such a submodule
-        if not hasattr(found, part):
-            file = getattr(found, "__file__", None) or ", ".join(getattr(found, "__path__", []))
+        if not hasattr(result, part):
+            file = getattr(result, "__file__", None) or ", ".join(getattr(result, "__path__", []))
             if f"{place}.{part}" in OPTIONAL_CLASSES.values():
                 raise ConfigError(f"{path!r} is not installed; {lacking(f'{place}.{part}')}")
             raise ConfigError(
-                f"{path!r}: {place} has no {part!r}{did_you_mean(part, dir(found))}"
+                f"{path!r}: {place} has no {part!r}{did_you_mean(part, dir(result))}"
                 + (f" (looked in {file})" if file else "")
             )
-        found, place = getattr(found, part), f"{place}.{part}"
-    return found
+        result, place = getattr(result, part), f"{place}.{part}"
+    return result
 
 
 def import_path(name: str) -> str:

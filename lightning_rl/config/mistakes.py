@@ -77,9 +77,9 @@ def check_sources(
             if complete and sources.tree.get(dest) is None:
                 raise _Mistake((dest,), f"is missing; give a --config file with it, or --{dest}")
     except _Mistake as mistake:
-        place = sources.place(mistake.key)
+        source = sources.place(mistake.key)
         raise ConfigError(
-            f"{name_of(mistake.key)}: {mistake.what}" + (f"\n  at {place}" if place else "")
+            f"{name_of(mistake.key)}: {mistake.what}" + (f"\n  at {source}" if source else "")
         ) from mistake.__cause__
 
 
@@ -206,8 +206,8 @@ class _Walk:
             what = f"{name} is a function, and a {kinds} is needed"
             raise _Mistake((*key, "class_path"), f"{what}; name a class")
         if inspect.isabstract(component):
-            told = f"{name} is abstract; name a class derived from it"
-            raise _Mistake((*key, "class_path"), told)
+            message = f"{name} is abstract; name a class derived from it"
+            raise _Mistake((*key, "class_path"), message)
         checked = self.spec(spec, component, hint, key)
         alone = not inspect.isclass(component) and checked.keys() == {"class_path"}
         return (

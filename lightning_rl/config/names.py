@@ -57,10 +57,10 @@ def public(name: str) -> Any:
     """
     if name in MODULE_OF:
         return getattr(import_module(MODULE_OF[name]), name)
-    found = packages.load(added()[name])
-    if getattr(found, "__name__", None) != name:
+    result = packages.load(added()[name])
+    if getattr(result, "__name__", None) != name:
         raise ConfigError(f"{added()[name].value} is registered as {name!r}, which is not its name")
-    return found
+    return result
 
 
 def load_all() -> None:
@@ -84,7 +84,7 @@ def surface(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]
         if f"{package}.{name}" in SURFACES:
             return import_module(f"{package}.{name}")
         home = HOME | packages.OPTIONAL_CLASSES
-        place = f"; it is in {home[name]}" if name in home else ""
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{place}")
+        hint = f"; it is in {home[name]}" if name in home else ""
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
     return load, lambda: shown, shown

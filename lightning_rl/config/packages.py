@@ -34,21 +34,21 @@ def added(group: str, ours: frozenset[str]) -> dict[str, "EntryPoint"]:
     """
     from importlib.metadata import distributions  # slow to import, and not needed by most
 
-    path = [place for place in sys.path if place not in ("", os.getcwd())]
+    path = [folder for folder in sys.path if folder not in ("", os.getcwd())]
     adding = {p.name for p in distributions(path=path) if p.entry_points.select(group=group)}
-    found: dict[str, EntryPoint] = {}
+    result: dict[str, EntryPoint] = {}
     for package in sorted(adding):
         # The first on the path is the one whose code is imported.
         first = next(iter(distributions(name=package, path=path)))
         for point in first.entry_points.select(group=group):
-            if point.name in ours or point.name in found:
-                other = "lightning_rl" if point.name in ours else _package(found[point.name])
+            if point.name in ours or point.name in result:
+                other = "lightning_rl" if point.name in ours else _package(result[point.name])
                 raise ConfigError(
                     f"the package {package} adds {point.name!r} ({group}), which {other} has "
                     "already; uninstall or rename one of them"
                 )
-            found[point.name] = point
-    return found
+            result[point.name] = point
+    return result
 
 
 def load(point: "EntryPoint") -> Any:

@@ -160,10 +160,12 @@ class Conversion:
 
     def idle(self, given: "Given", names: Iterable[str], beside: str) -> None:
         """Note which of these the file sets, though they have no effect there beside this."""
-        said = [name for name in names if given.says(name)]
-        given.cover(*said)
-        if said:
-            self.remarks.append(f"{', '.join(said)}: of no effect, there and here, with {beside}")
+        given_names = [name for name in names if given.says(name)]
+        given.cover(*given_names)
+        if given_names:
+            self.remarks.append(
+                f"{', '.join(given_names)}: of no effect, there and here, with {beside}"
+            )
 
     def leave_rest(self, given: "Given") -> None:
         """Note all values that nothing has asked for; many defaults, as of a dump, in one line."""

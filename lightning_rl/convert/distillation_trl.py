@@ -58,7 +58,7 @@ def carry(given: Given, result: Conversion) -> None:
         result.leave(
             given,
             "reward_funcs",
-            "a distillation of TRL has no rewards: set TeacherDivergence.beside",
+            "a distillation of TRL has no rewards: set TeacherDivergence.base_loss",
         )
     sampling = result.config["data"]["init_args"]["sampling"]
     for name in [name for name in _CUTS if name in sampling]:
@@ -84,9 +84,9 @@ def _teacher(given: Given, result: Conversion) -> dict[str, Any]:
         if url is None:
             result.missing.append("data.rewards: the base_url of the server of the teacher")
         top_k = _served_top_k(given, result)
-        place = f"{(url or 'http://HOST:8000').rstrip('/')}/v1"
+        url_of_api = f"{(url or 'http://HOST:8000').rstrip('/')}/v1"
         return instance(
-            "lightning_rl.ServedTeacher", base_url=place, model=name or "TEACHER", top_k=top_k
+            "lightning_rl.ServedTeacher", base_url=url_of_api, model=name or "TEACHER", top_k=top_k
         )
     result.leave(
         given,

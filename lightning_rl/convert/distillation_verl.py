@@ -64,7 +64,7 @@ def _advantage(given: Given, result: Conversion, mode: str, coef: float, steps: 
         clips = {"clip_low": low, "clip_high": high, "dual_clip": given[_ACTOR + "clip_ratio_c"]}
         result.put_class("model.loss", "PPOClip", **clips)
     else:
-        arguments["beside"] = result.config["model"]["init_args"]["advantage"]
+        arguments["base_advantage"] = result.config["model"]["init_args"]["advantage"]
     result.put_class("model.advantage", "Distillation", **arguments)
     _put_reward(given, result)
     if mode not in ("kl", "k1"):
@@ -92,7 +92,7 @@ def _divergence(given: Given, result: Conversion, mode: str, coef: float) -> Non
     if teaches_alone(given):
         result.put_class("model.advantage", "Distillation")  # one that needs no rewards
     else:
-        arguments["beside"] = result.config["model"]["init_args"]["loss"]
+        arguments["base_loss"] = result.config["model"]["init_args"]["loss"]
     result.put_class("model.loss", "TeacherDivergence", **arguments)
     _put_reward(given, result, top_k=given[_LOSS + "topk"])
     kind = "reverse" if beta else "forward"

@@ -23,14 +23,14 @@ _DEEPEST = 20
 
 def flat(values: dict[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
     """Join nested names by dots, but below those of ``whole``, whose values stay mappings."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, dict) and value and path not in whole:
-            found |= flat(value, f"{path}.", whole)
+            result |= flat(value, f"{path}.", whole)
         else:
-            found[path] = value
-    return found
+            result[path] = value
+    return result
 
 
 def parse_overrides(lines: Iterable[str], start: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def read_as(kind: str, name: str, value: Any) -> Any:
     base, sign, bound = match.groups()
     read, what = _READERS[base]
     try:
-        found = read(value)
-        refused = sign is not None and not _SIGNS[sign](found, int(bound))
+        result = read(value)
+        refused = sign is not None and not _SIGNS[sign](result, int(bound))
     except (ValueError, TypeError, OverflowError, RecursionError):
         refused = True
     if refused:
@@ -42,7 +42,7 @@ def read_as(kind: str, name: str, value: Any) -> Any:
         unread = isinstance(value, str) and "$" in value  # a number of GPUs of Slurm's, say
         fix = ", and only a run of the script would tell which; write it there" if unread else ""
         raise ConfigError(f"{name}={_short(value)}: it takes {what}{limit}{fix}")
-    return found
+    return result
 
 
 def _flag(value: Any) -> bool:

@@ -20,7 +20,7 @@ def carry(given: Given, result: Conversion) -> None:
     _optimizer(given, result)
     kind = result.choose(given, _ALGO + "type")
     # The ratio is to the engine's probabilities.
-    result.put("model.update.trust_engine_logprobs", True)
+    result.put("model.update.use_rollout_logprobs", True)
     result.put_class("model.aggregation", "TokenMean")
     result.put("data.rewards", [_REWARD])
     if kind in _DISTILS:

@@ -109,10 +109,10 @@ def _aggregation(given: Given, result: Conversion, loss_mode: str) -> None:
 def _averaged_apart(given: Given, result: Conversion, loss_mode: str) -> None:
     """Note what ``loss_agg_mode`` does with a loss that ignores it."""
     name = ACTOR + "loss_agg_mode"
-    said = given[name]
+    value = given[name]
     if loss_mode == "gspo":
         result.remarks.append(
-            f"{name} {said}: verl 0.9.0 averages gspo over each sequence, then over sequences, "
+            f"{name} {value}: verl 0.9.0 averages gspo over each sequence, then over sequences, "
             "whatever this says: SequenceMean is written. verl 0.9.1 respects it"
         )
     parts = {

@@ -119,11 +119,11 @@ def _sampling(given: Given, result: Conversion) -> None:
     if not given.has("orchestrator.eval"):
         return
     names = ("temperature", "top_p", "top_k", "min_p")
-    said = {n: v for n in names if (v := given[f"{_EVAL}sampling.{n}"]) is not None}
-    if "top_k" in said:
-        said["top_k"] = max(0, said["top_k"])
+    sampling = {n: v for n in names if (v := given[f"{_EVAL}sampling.{n}"]) is not None}
+    if "top_k" in sampling:
+        sampling["top_k"] = max(0, sampling["top_k"])
     longest = given[_EVAL + "sampling.max_completion_tokens"] or longest
-    result.put("data.evaluation.sampling", {"max_tokens": longest} | said)
+    result.put("data.evaluation.sampling", {"max_tokens": longest} | sampling)
     result.put("data.evaluation.samples", given[_EVAL + "group_size"])
 
 
@@ -161,8 +161,8 @@ def _set(given: Given, result: Conversion, place: str, source: dict[str, Any]) -
     options = {key: value for key, value in env.items() if value != {}}
     python = f"build/{name}"
     hosted = {"environment": name, "python": python} | ({"options": options} if options else {})
-    told = f"python {python}: a virtual environment with verifiers and the package of {name}"
-    result.missing += [] if told in result.missing else [told]
+    description = f"python {python}: a virtual environment with verifiers and the package of {name}"
+    result.missing += [] if description in result.missing else [description]
     prompts = deepcopy(hosted)
     written: dict[str, Any] = {"name": own[prefix + "name"] or name}
     if place == _EVAL:
@@ -224,8 +224,8 @@ def _trainer(given: Given, result: Conversion) -> None:
     result.put("data.iterations_per_epoch", given["max_steps"] or 100)
     if given["max_steps"] is None:
         result.missing.append("data.iterations_per_epoch: prime-rl would go on; it is 100 now")
-    place, name = given["output_dir"], given["run.name"]
-    result.put("trainer.default_root_dir", place if name is None else f"{place}/{name}")
+    directory, name = given["output_dir"], given["run.name"]
+    result.put("trainer.default_root_dir", directory if name is None else f"{directory}/{name}")
     if given.has("monitors.wandb"):
         wandb = {"project": given["monitors.wandb.project"]}
         wandb["name"] = given["monitors.wandb.name"] or name

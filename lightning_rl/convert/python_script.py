@@ -134,8 +134,8 @@ class PythonScript:
 
     def called(self, *names: str) -> list[Called]:
         """Return the calls of what is called so."""
-        found = [c for c in self.calls if ast.unparse(c.func).rpartition(".")[2] in names]
-        return [self._with_set(self._names.get(id(call), ""), self.value(call)) for call in found]
+        calls = [c for c in self.calls if ast.unparse(c.func).rpartition(".")[2] in names]
+        return [self._with_set(self._names.get(id(call), ""), self.value(call)) for call in calls]
 
     def value(self, node: ast.expr) -> Any:
         """Return a text, number, list or mapping; or Named, Called or Unread.
@@ -198,16 +198,16 @@ class PythonScript:
         return replace(value, kwargs=value.kwargs | found)
 
     def _mapping(self, keys: Sequence[Any], nodes: Sequence[ast.expr]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for key, node in zip(keys, nodes, strict=True):
             value = self.value(node)
             if key is None and isinstance(value, dict):
-                found |= value
+                result |= value
             elif isinstance(key, str):
-                found[key] = value
+                result[key] = value
             else:
-                found[f"**{unread(node).text}"] = unread(node)
-        return found
+                result[f"**{unread(node).text}"] = unread(node)
+        return result
 
     def _called(self, node: ast.Call, what: str) -> Any:
         args = [self.value(arg) for arg in node.args]

@@ -62,8 +62,8 @@ class ReadScript:
 
     def miss(self, what: str, value: Any, instead: str = "") -> None:
         """Note a value that could not be read."""
-        said = f"{what}: {said_of(value)} could not be read"
-        self.missing.append(f"{said}; {instead}" if instead else said)
+        message = f"{what}: {said_of(value)} could not be read"
+        self.missing.append(f"{message}; {instead}" if instead else message)
 
 
 def said_of(value: Any) -> str:

@@ -29,7 +29,7 @@ def carry_correction(given: Given, result: Conversion) -> str | None:
 
 def _bypassed(given: Given, result: Conversion) -> str:
     """Use the engine's logprobs as the old ones, so that PPO's own ratio is already the weight."""
-    result.put("model.update.trust_engine_logprobs", True)
+    result.put("model.update.use_rollout_logprobs", True)
     key = _IS
     weighs, mode = result.choose(given, key), "actor_rollout_ref.actor.policy_loss.loss_mode"
     if given.says(mode) and given[mode] != "vanilla":
@@ -113,14 +113,14 @@ def _still_counted(given: Given, name: str) -> list[str]:
     averaged = given.look(actor + "loss_agg_mode")
     estimator = str(given.look("algorithm.adv_estimator"))
     of_a_sequence = averaged == "seq-mean-token-mean" and name == "TokenMIS"
-    places = {
+    counted = {
         "the number of tokens that the loss is averaged over": averaged == "token-mean",
         "the number of tokens that a sequence's mean is over": of_a_sequence,
         "the statistics of advantages": estimator.startswith(("gae", "reinforce_plus_plus")),
         "entropy in the loss": bool(given.look(actor + "entropy_coeff")),
         "KL in the loss": given.look(actor + "use_kl_loss"),
     }
-    return [place for place, counts in places.items() if counts]
+    return [kind for kind, counts in counted.items() if counts]
 
 
 def bounds(threshold: str | float) -> tuple[float | None, float]:

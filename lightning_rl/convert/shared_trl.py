@@ -85,12 +85,12 @@ def put_trainer(given: Given, result: Conversion, devices: int) -> None:
         result.leave(given, "fp16")
     if given["bf16"] or half or given["bf16"] is None:
         result.put("trainer.precision", "bf16-mixed")
-    place = {"save_dir": str(given.look("output_dir") or ".")}
+    arguments = {"save_dir": str(given.look("output_dir") or ".")}
     run_name = given.look("run_name")
     named = {} if run_name is None else {"name": run_name}
     loggers = {
-        "tensorboard": instance("TensorBoardLogger", **place, **named),
-        "wandb": instance("WandbLogger", **place, **named),
+        "tensorboard": instance("TensorBoardLogger", **arguments, **named),
+        "wandb": instance("WandbLogger", **arguments, **named),
         "mlflow": instance("MLFlowLogger", **({"experiment_name": run_name} if named else {})),
     }
     result.put_loggers(given, "report_to", loggers, {"none", "all"})

@@ -129,11 +129,11 @@ def _from_script(path: Path) -> Source:
             "these are not set:": [f"${name}" for name in script.unset],
             "these did not run:": script.others,
         }
-        said = [f"{title} {', '.join(names)}" for title, names in parts.items() if names]
-        told = "; ".join(f"{text:.200}" for text in (*script.messages, *said))
+        parts_text = [f"{title} {', '.join(names)}" for title, names in parts.items() if names]
+        messages = "; ".join(f"{text:.200}" for text in (*script.messages, *parts_text))
         raise ConfigError(
             f"{path}: no command in it starts verl (python3 -m verl.trainer.main_ppo ...) or TRL "
-            f"(trl grpo ...){f' ({told})' if told else ''}; {INSTEAD}"
+            f"(trl grpo ...){f' ({messages})' if messages else ''}; {INSTEAD}"
         )
     source = from_command(script.commands[0], path.parent)
     if len(script.commands) > 1:
@@ -181,8 +181,8 @@ def _processes(words: Sequence[str]) -> int | None:
     """Return the number of processes given to a launcher: ``--num_processes 4``,
     ``--nproc_per_node=4``.
     """
-    said = _PROCESSES.search(" ".join(words))
-    return int(said[1]) if said else None
+    processes = _PROCESSES.search(" ".join(words))
+    return int(processes[1]) if processes else None
 
 
 def _overrides(words: Sequence[Word], folder: Path) -> Source:

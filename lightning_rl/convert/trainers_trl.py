@@ -37,8 +37,8 @@ def trainer_of_options(values: Mapping[str, Any], called: str) -> str:
     if distillation.names_trainer(values):
         return "grpo"
     tables = {"grpo": TRL, **{name: one.rows for name, one in SUPERVISED.items()}}
-    own = {n: v for n, v in values.items() if n not in defaults_of_bases()}
-    counts = {name: sum(_has(t, n, v) for n, v in own.items()) for name, t in tables.items()}
+    options = {n: v for n, v in values.items() if n not in defaults_of_bases()}
+    counts = {name: sum(_has(t, n, v) for n, v in options.items()) for name, t in tables.items()}
     most = [name for name, count in counts.items() if count == max(counts.values())]
     hint = trainer_of(called)
     if hint is not None and (hint in most or hint not in tables):

@@ -75,7 +75,7 @@ def convert_verl(
         f"{name}: {value} refers to what is not said here; verl's default is used"
         for name, value in unread.items()
     ]
-    _left_out(values, result)
+    _skipped(values, result)
     check_parts(result)
     return result
 
@@ -87,7 +87,7 @@ def _newest_name(name: str) -> str:
     return name
 
 
-def _left_out(values: Mapping[str, Any], result: Conversion) -> None:
+def _skipped(values: Mapping[str, Any], result: Conversion) -> None:
     """Note each value that is in no table, except those that cannot change what is learned."""
     others = [
         name
@@ -240,7 +240,9 @@ def _batches(given: Given, result: Conversion) -> int:
     result.put("model.update.minibatches", prompts // size)
     result.put("model.update.ppo_epochs", given[_ACTOR + "ppo_epochs"])
     if given[_ACTOR + "use_dynamic_bsz"] or given.says(_ACTOR + "ppo_max_token_len_per_gpu"):
-        result.put("model.update.max_tokens_per_pack", given[_ACTOR + "ppo_max_token_len_per_gpu"])
+        result.put(
+            "model.update.max_tokens_per_micro_batch", given[_ACTOR + "ppo_max_token_len_per_gpu"]
+        )
     return int(prompts // size * given[_ACTOR + "ppo_epochs"])
 
 

@@ -29,8 +29,8 @@ A *batch* is a TensorDict with two parts:
   ``fork`` (how many calls they share, 0 for the one they branched off from; those have no loss).
 - ``batch["pictures"]``, where any row has pictures: the table of those
   (:class:`~lightning_rl.vision.batch.PictureTable`), and in ``rollouts`` each row's place in it.
-- ``batch["host"]``, in an update on a GPU: the columns that decide how packs are laid out, once
-  more on the CPU (:func:`with_host`).
+- ``batch["host"]``, in an update on a GPU: the columns that decide how micro-batches are laid out,
+  once more on the CPU (:func:`with_host`).
 """
 
 from typing import Any
@@ -94,8 +94,8 @@ def episode_rows(batch: TensorDict) -> Tensor:
     """Return the episode of each row, shape (R,); a batch made by hand may have one per row."""
     rollouts = batch["rollouts"]
     if "episode" in rollouts:
-        found: Tensor = rollouts["episode"]
-        return found
+        result: Tensor = rollouts["episode"]
+        return result
     return torch.arange(len(rollouts), device=rollouts["length"].device)
 
 
@@ -123,7 +123,7 @@ def select(batch: TensorDict, rows: Tensor) -> TensorDict:
 
 
 def empty_like(batch: TensorDict) -> TensorDict:
-    """Return a rollout without loss tokens, as a pack for a rank that has none left.
+    """Return a rollout without loss tokens, as a micro-batch for a rank that has none left.
 
     It is a copy of the first, or made up if the batch has none.
     """
@@ -200,8 +200,8 @@ _LAYOUT = (
 def with_host(batch: TensorDict) -> TensorDict:
     """Return a batch that holds its :func:`host_of`, unless it is on the CPU, for its sub-batches.
 
-    The host then waits once per batch instead of once per pack. Later changes of these columns are
-    not seen.
+    The host then waits once per batch instead of once per micro-batch. Later changes of these
+    columns are not seen.
     """
     host = host_of(batch)
     if host is batch or "host" in batch:

@@ -31,11 +31,11 @@ def call_columns(rollouts: Sequence[Rollout], total: int) -> dict[str, Tensor]:
         by_row: defaultdict[int, list[tuple[int, Call]]] = defaultdict(list)
         for number, call in enumerate(rollout.model_calls()):
             by_row[call.row].append((number, call))
-        for place, row in enumerate(rollout.own_rows()):
+        for index, row in enumerate(rollout.own_rows()):
             if not row.token_ids:
                 continue
             begin += len(row.prompt_ids)
-            for number, call in by_row[place]:
+            for number, call in by_row[index]:
                 stop = min(call.stop, len(row.token_ids))
                 written = [begin + t for t in range(call.start, stop) if row.loss_mask[t]]
                 state = -1

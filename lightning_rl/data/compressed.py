@@ -42,10 +42,10 @@ class CheckedDownloads(DownloadManager):
         super().__init__(builder.dataset_name, builder.config.data_dir, config, builder.base_path)
 
     def download(self, url_or_urls: Any) -> Any:
-        found = super().download(url_or_urls)
-        for path in _flat(found):
+        result = super().download(url_or_urls)
+        for path in _flat(result):
             require_moderate(path)
-        return found
+        return result
 
 
 def _flat(paths: Any) -> list[str]:

@@ -54,8 +54,10 @@ class PromptEncoder:
         if backend is None:
             return None
         variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
-        told = [backend.to_str(), self.tokenizer.chat_template, variables, self.chat_options]
-        return hashlib.blake2b(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+        identity = [backend.to_str(), self.tokenizer.chat_template, variables, self.chat_options]
+        return hashlib.blake2b(
+            json.dumps(identity, sort_keys=True, default=repr).encode()
+        ).hexdigest()
 
     def encode(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_rl.data.hub_faults import explained, patiently
-from lightning_rl.data.pictured import as_stored
+from lightning_rl.data.prompt_pictures import as_stored
 from lightning_rl.errors import DataError, first_line
 
 _READERS = {
@@ -102,12 +102,12 @@ class RowStream:
             DataError: if they cannot be read.
         """
         try:
-            found = patiently(lambda: self._block(count))
+            result = patiently(lambda: self._block(count))
         except Exception as error:
             raise explained(error, self._path) from error
-        if found:
+        if result:
             self.state = self._rows.state_dict()
-        return found
+        return result
 
     def _block(self, count: int) -> list[Any]:
         try:
@@ -150,15 +150,15 @@ def _builder_of(path: str, name: str | None, revision: str | None) -> Any:
     import datasets
     from huggingface_hub import constants
 
-    place = Path(path)
-    if place.exists():
+    local = Path(path)
+    if local.exists():
         _require_no_revision(path, revision)
-        if place.is_file():
-            if place.suffix not in _READERS:
+        if local.is_file():
+            if local.suffix not in _READERS:
                 raise DataError(f"{path!r}: expected a file of one of {', '.join(_READERS)}")
-            options = {"sep": "\t"} if place.suffix == ".tsv" else {}
-            return _builder_of_files(path, [path], _READERS[place.suffix], **options)
-    elif place.suffix in _READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
+            options = {"sep": "\t"} if local.suffix == ".tsv" else {}
+            return _builder_of_files(path, [path], _READERS[local.suffix], **options)
+    elif local.suffix in _READERS or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", path):
         raise DataError(
             f"dataset path={path!r} does not exist (working directory: {Path.cwd()}); correct path"
         )

@@ -141,9 +141,9 @@ def _turn_starts(row: Row) -> list[int]:
     """Return where each token's turn begins, prompt included, counted from the row's start."""
     begin = len(row.prompt_ids)
     starts = [0] * begin
-    for place, mine in enumerate(row.loss_mask, begin):
+    for index, mine in enumerate(row.loss_mask, begin):
         if not mine:
-            begin = place + 1
+            begin = index + 1
         starts.append(begin)
     return starts
 
@@ -177,7 +177,7 @@ def _numbered(keys: Iterable[Hashable], before: Iterable[Hashable] = ()) -> list
 
 
 def _read_alike(row: Row) -> tuple[tuple[int, ...], tuple[Placed, ...], str]:
-    """Return a key that is equal for rows whose prompts are one in a pack.
+    """Return a key that is equal for rows whose prompts are one in a micro-batch.
 
     These have the same tokens, pictures and routed experts; in 16 bits an engine may round one
     prompt differently in two batches, and route it to other experts.

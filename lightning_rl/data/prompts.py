@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.chats import begins_turn
 from lightning_rl.data.encoding import PromptEncoder
-from lightning_rl.data.implied import ImpliedPrompts
-from lightning_rl.data.pictured import PictureSource
+from lightning_rl.data.implied_prompts import ImpliedPrompts
+from lightning_rl.data.prompt_pictures import PictureSource
 from lightning_rl.data.row_order import RowOrder
 from lightning_rl.data.shaping import Row, ShapedRows, Shaping
 from lightning_rl.data.tables import ListTable, Table

@@ -11,7 +11,7 @@ from jinja2 import StrictUndefined, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lightning_rl.data.chats import as_chat, is_chat
-from lightning_rl.data.implied import ImpliedPrompts
+from lightning_rl.data.implied_prompts import ImpliedPrompts
 from lightning_rl.data.tables import Table
 from lightning_rl.errors import ConfigError, DataError
 
@@ -176,25 +176,25 @@ class ShapedRows:
             self._places = np.fromiter(self._kept_by(filter), dtype=np.int64)
 
     def _kept_by(self, filter: Callable[[Row], bool]) -> Iterator[int]:
-        for place, row in enumerate(self._table):
+        for index, row in enumerate(self._table):
             try:
                 kept = filter(row)
             except Exception as error:
                 name = getattr(filter, "__name__", filter)
                 raise DataError(
-                    f"{self._table.where(place)}: filter={name} fails on {row!r:.80}: "
+                    f"{self._table.where(index)}: filter={name} fails on {row!r:.80}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             if kept:
-                yield place
+                yield index
 
     def __len__(self) -> int:
         return len(self._places)
 
     def __getitem__(self, index: int) -> Row:
         """Return a row, checked."""
-        place = self.place(index)
-        return self._checked(place, self._table[place])
+        row_index = self.place(index)
+        return self._checked(row_index, self._table[row_index])
 
     def __iter__(self) -> Iterator[Row]:
         """Yield all rows, checked."""
@@ -214,9 +214,9 @@ class ShapedRows:
     def _in_order(self) -> Iterator[tuple[int, Any]]:
         places = iter(self._places)
         wanted = next(places, None)
-        for place, row in enumerate(self._table):  # in one go: row by row, tables are slower
-            if place == wanted:
-                yield place, row
+        for index, row in enumerate(self._table):  # in one go: row by row, tables are slower
+            if index == wanted:
+                yield index, row
                 wanted = next(places, None)
 
     def place(self, index: int) -> int:

@@ -20,35 +20,35 @@ from lightning_rl.vision.limits import OWN, PictureAccess
 
 
 def _existing(path: str | Path, what: str) -> Path:
-    found = Path(path)
-    if not found.exists():
+    result = Path(path)
+    if not result.exists():
         raise DataError(
             f"{what} path={str(path)!r} does not exist (working directory: {Path.cwd()}); "
             "correct path"
         )
-    return found
+    return result
 
 
 def _existing_file(path: str | Path, what: str) -> Path:
-    found = _existing(path, what)
-    if found.is_dir():
-        inside = sorted(file.name for file in found.iterdir() if file.is_file())[:3]
+    result = _existing(path, what)
+    if result.is_dir():
+        inside = sorted(file.name for file in result.iterdir() if file.is_file())[:3]
         held = f"it holds {', '.join(inside)}" if inside else "there is no file in it"
         raise DataError(f"{what} path={str(path)!r} is a directory ({held}); name a file")
-    kind = kind_of_path(found)
+    kind = kind_of_path(result)
     if kind is not None:
         raise DataError(f"{what} path={str(path)!r} is {kind}, not a file; name a file")
-    return found
+    return result
 
 
 def pictures_beside(path: str) -> tuple[Path | None, PictureAccess]:
     """Return the folder of a file's pictures, and what its rows may name; hub rows are less
     trusted.
     """
-    place = Path(path).absolute()
-    if not place.exists():
+    folder = Path(path).absolute()
+    if not folder.exists():
         return None, PictureAccess(private_hosts=False)
-    return place if place.is_dir() else place.parent, OWN
+    return folder if folder.is_dir() else folder.parent, OWN
 
 
 @configurable
@@ -141,8 +141,8 @@ class HFDatasetPrompts(TablePrompts):
 
     def __repr__(self) -> str:
         given = {"name": self.name, "split": self.split, "revision": self.revision}
-        told = [f"{key}={value!r}" for key, value in given.items() if value is not None]
-        return f"{type(self).__name__}({', '.join([repr(self.path), *told])})"
+        arguments = [f"{key}={value!r}" for key, value in given.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([repr(self.path), *arguments])})"
 
     def table(self) -> Table:
         return DatasetTable(load_rows(self.path, self.name, self.split, self.revision), self.path)
@@ -330,8 +330,8 @@ def reasoning_gym_score(
     opened = opened_thoughts or [False] * len(completions)
     scores = []
     for completion, item, name, in_thought in zip(completions, entry, task, opened, strict=True):
-        said = answer_in(completion, in_thought)
-        scores.append(0.0 if said is None else float(_scorer(name)(_answer(said), item)))
+        answer = answer_in(completion, in_thought)
+        scores.append(0.0 if answer is None else float(_scorer(name)(_answer(answer), item)))
     return scores
 
 

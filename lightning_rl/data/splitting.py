@@ -1,4 +1,4 @@
-"""Splits a packed batch into minibatches, one per step, and packs, one per forward pass."""
+"""Splits a packed batch into minibatches, one per step, and micro-batches, one per forward pass."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ def split_minibatches(batch: TensorDict, count: int, generator: torch.Generator)
     if count == 1:
         return [torch.arange(len(group), device="cpu")]
     # Ranks take turns with the groups of an iteration, and that gives each its place.
-    place = group * world_size() + rank()
-    places = sorted(chain.from_iterable(gather(place.unique().tolist())))
+    index = group * world_size() + rank()
+    places = sorted(chain.from_iterable(gather(index.unique().tolist())))
     if len(places) < count:
         raise ConfigError(
             f"minibatches={count} exceeds the {len(places)} groups of this batch; "
             "lower minibatches or raise groups_per_iteration"
         )
     parts = deal_groups(torch.tensor(places, device="cpu"), count, generator)
-    return [torch.isin(place, part).nonzero().squeeze(1) for part in parts]
+    return [torch.isin(index, part).nonzero().squeeze(1) for part in parts]
 
 
 def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Sequence[Tensor]:
@@ -49,7 +49,7 @@ def deal_groups(places: Tensor, count: int, generator: torch.Generator) -> Seque
 
 
 class Filling(ABC):
-    """Decides which rollouts share a pack, and how many tokens a model computes for them."""
+    """Decides which rollouts share a micro-batch, and how many tokens a model computes for them."""
 
     def order(self, rollouts: TensorDict) -> list[int]:
         """Return indices of rollouts, longest first, so that neighbours fit together."""
@@ -58,11 +58,11 @@ class Filling(ABC):
 
     @abstractmethod
     def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
-        """Fill one pack after another, each until the next rollout would exceed the budget."""
+        """Fill micro-batches in turn, each until the next rollout would exceed the budget."""
 
     @abstractmethod
     def tokens(self, rollouts: TensorDict) -> int:
-        """Return how many tokens of the budget a pack of these rollouts takes."""
+        """Return how many tokens of the budget a micro-batch of these rollouts takes."""
 
 
 class SharedPrompts(Filling):
@@ -82,18 +82,18 @@ class SharedPrompts(Filling):
         length, prompt_length, prefix = (
             rollouts[name].tolist() for name in ("length", "prompt_length", "prefix")
         )
-        packs: list[list[int]] = []
+        micro_batches: list[list[int]] = []
         used, seen = budget, set[int]()
         for i in order:
             suffix = length[i] - prompt_length[i]
             cost = suffix if prefix[i] in seen else length[i]
             if used + cost > budget:
-                packs.append([])
+                micro_batches.append([])
                 used, seen, cost = 0, set(), length[i]
-            packs[-1].append(i)
+            micro_batches[-1].append(i)
             seen.add(prefix[i])
             used += cost
-        return packs
+        return micro_batches
 
     def tokens(self, rollouts: TensorDict) -> int:
         prefix, prompt = (rollouts[name].tolist() for name in ("prefix", "prompt_length"))
@@ -103,20 +103,20 @@ class SharedPrompts(Filling):
 
 
 class PaddedLines(Filling):
-    """Puts each rollout with its prompt on one line, padded to the longest of its pack."""
+    """Puts each rollout with its prompt on one line, padded to the longest of its micro-batch."""
 
     def filled(self, rollouts: TensorDict, order: list[int], budget: int) -> list[list[int]]:
         length = rollouts["length"].tolist()
-        packs: list[list[int]] = []
+        micro_batches: list[list[int]] = []
         longest = real = 0
         for i in order:
             real += length[i]
-            count = len(packs[-1]) + 1 if packs else 0
-            if not packs or count * longest > min(budget, (1 + MAX_PADDING) * real):
-                packs.append([])
+            count = len(micro_batches[-1]) + 1 if micro_batches else 0
+            if not micro_batches or count * longest > min(budget, (1 + MAX_PADDING) * real):
+                micro_batches.append([])
                 longest = real = length[i]
-            packs[-1].append(i)
-        return packs
+            micro_batches[-1].append(i)
+        return micro_batches
 
     def tokens(self, rollouts: TensorDict) -> int:
         return len(rollouts) * int(rollouts["length"].max())
@@ -124,28 +124,28 @@ class PaddedLines(Filling):
 
 SHARED, PADDED = SharedPrompts(), PaddedLines()
 MAX_PADDING = 0.3
-"""The largest share of padding, relative to a pack's own tokens, before another pack begins."""
+"""The largest share of padding, relative to a micro-batch's own tokens, before the next begins."""
 
 
-def split_packs(
+def split_micro_batches(
     batch: TensorDict, max_tokens: int, even: bool = True, filling: Filling = SHARED
 ) -> list[Tensor]:
-    """Cut a batch into packs of at most ``max_tokens`` forward tokens, as rollout indices.
+    """Cut a batch into micro-batches of at most ``max_tokens`` forward tokens, as rollout indices.
 
-    There are as few packs as filling one after another gives. If ``even``, they are about equally
-    full, which lowers peak memory and leaves no small pack that keeps a GPU idle. Longer rollouts
-    come first, so that neighbours have similar lengths. ``filling`` decides how tokens are counted:
-    by default a shared prompt counts once per pack. A rollout longer than the budget gets its own
-    pack.
+    There are as few micro-batches as filling one after another gives. If ``even``, they are about
+    equally full, which lowers peak memory and leaves no small micro-batch that keeps a GPU idle.
+    Longer rollouts come first, so that neighbours have similar lengths. ``filling`` decides how
+    tokens are counted: by default a shared prompt counts once per micro-batch. A rollout longer
+    than the budget gets its own micro-batch.
     """
     rollouts = host_of(batch)["rollouts"]
     order = filling.order(rollouts)
-    packs, too_low = filling.filled(rollouts, order, max_tokens), 0
+    micro_batches, too_low = filling.filled(rollouts, order, max_tokens), 0
     while even and max_tokens - too_low > 1 + max_tokens // 64:
         budget = (max_tokens + too_low) // 2
         tried = filling.filled(rollouts, order, budget)
-        if len(tried) == len(packs):
-            packs, max_tokens = tried, budget
+        if len(tried) == len(micro_batches):
+            micro_batches, max_tokens = tried, budget
         else:
             too_low = budget
-    return [torch.tensor(sorted(pack), device="cpu") for pack in packs]
+    return [torch.tensor(sorted(micro_batch), device="cpu") for micro_batch in micro_batches]

@@ -8,7 +8,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.data.chats import as_chat, is_chat, render, row_options
-from lightning_rl.data.ends import MARK, ends_of
+from lightning_rl.data.end_tokens import MARK, end_tokens_of
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.rollout import Message, Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.vision.reader import encode
@@ -34,7 +34,7 @@ def supervised_rollout(
         DataError: if the row has no completion, or none of its turns is trained.
     """
     given: Any = prompt.columns.get(completion_column)
-    ends = ends_of(tokenizer)
+    ends = end_tokens_of(tokenizer)
     row = Row.of(prompt)
     completion: str | list[Message]
     if isinstance(given, str):
@@ -158,16 +158,16 @@ def _spans(
     Raises:
         DataError: if the template writes no end token behind a turn, or not its content.
     """
-    ends = list(map(str, tokenizer.convert_ids_to_tokens([*ends_of(tokenizer).token_ids])))
-    for place in range(first, len(chat)):
-        message = chat[place]
+    ends = list(map(str, tokenizer.convert_ids_to_tokens([*end_tokens_of(tokenizer).token_ids])))
+    for turn in range(first, len(chat)):
+        message = chat[turn]
         if message["role"] not in roles or message.get("weight") == 0:
             continue
-        start = _opening(chat, place, whole, tokenizer, options)
+        start = _opening(chat, turn, whole, tokenizer, options)
         found = [(whole.find(end, start), end) for end in ends if whole.find(end, start) >= 0]
         if not found:
             raise DataError(
-                f"the chat template closes turn {place + 1} ({message['role']}) by none of the end "
+                f"the chat template closes turn {turn + 1} ({message['role']}) by none of the end "
                 f"tokens {', '.join(ends)}, so the model would never learn to end it; set "
                 "tokenizer.eos_token to the token that ends a turn, and save the tokenizer"
             )
@@ -222,7 +222,7 @@ class RowLimit:
         self.max_length = max_length
         self.longest = max_length or positions or sys.maxsize
         self._cut: set[str] = set()
-        self._left_out: set[str] = set()
+        self._skipped: set[str] = set()
 
     def fitted(self, rollout: Rollout) -> Rollout | None:
         """Return a rollout, cut if it has to be; None if nothing trained is left of it.
@@ -258,7 +258,7 @@ class RowLimit:
 
     def leave_out(self, prompt: Prompt) -> None:
         """Count a row that is left out."""
-        self._left_out.add(prompt.id)
+        self._skipped.add(prompt.id)
 
     def tell(self, name: str, count: int) -> None:
         """Say once how many rows of a set were too long.
@@ -266,15 +266,15 @@ class RowLimit:
         Raises:
             DataError: if none of ``count`` is left.
         """
-        cut, left_out = len(self._cut - self._left_out), len(self._left_out)
+        cut, skipped = len(self._cut - self._skipped), len(self._skipped)
         if not count:
             raise DataError(
-                f"{name}: all {left_out} rows are left out, since max_length={self.max_length} "
+                f"{name}: all {skipped} rows are left out, since max_length={self.max_length} "
                 "leaves none of them a trained token; raise it"
             )
-        told = [f"{cut} are cut"] * bool(cut) + [f"{left_out} are left out"] * bool(left_out)
-        if told:
+        counts = [f"{cut} are cut"] * bool(cut) + [f"{skipped} are left out"] * bool(skipped)
+        if counts:
             rank_zero_warn(
-                f"{name}: of {count + left_out} rows {' and '.join(told)}, being longer than "
+                f"{name}: of {count + skipped} rows {' and '.join(counts)}, being longer than "
                 f"max_length={self.max_length}"
             )

@@ -15,7 +15,7 @@ import numpy as np
 from filelock import FileLock
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_rl.data.pictured import as_stored
+from lightning_rl.data.prompt_pictures import as_stored
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import own
 
@@ -76,13 +76,13 @@ class JSONLTable(Table):
         self._file = os.open(path, os.O_RDONLY)
         finalize(self, os.close, self._file)
         self._stamp = _stamp(self._file)
-        place = 0
+        offset = 0
         with open(self._file, "rb", closefd=False) as lines:
             for line in lines:
                 # Blank as text is: some blank characters are no ASCII.
                 if line.decode("utf-8", "replace").strip():
-                    self._starts.append(place)
-                place += len(line)
+                    self._starts.append(offset)
+                offset += len(line)
 
     def __reduce__(self) -> tuple[Any, ...]:  # an open file cannot be sent to another process
         return JSONLTable, (self._absolute,)
@@ -104,7 +104,8 @@ class JSONLTable(Table):
     def where(self, index: int) -> str:
         stop = self._starts[index]
         parts = (
-            os.pread(self._file, min(_PART, stop - place), place) for place in range(0, stop, _PART)
+            os.pread(self._file, min(_PART, stop - offset), offset)
+            for offset in range(0, stop, _PART)
         )
         return f"{self._path}:{sum(part.count(10) for part in parts) + 1}"
 
@@ -168,8 +169,8 @@ class DatasetTable(Table):
 
 def _stamp(file: int | Path) -> tuple[int, int]:
     """Return a file's size and modification time, which change when it does."""
-    told = os.stat(file)
-    return told.st_size, told.st_mtime_ns
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 class Cache:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine, policy_of
 from lightning_rl.engines.lora import MERGED, LoRAEngine, is_adapter
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, WeightSyncError
 from lightning_rl.rollout import Placed
@@ -21,7 +21,7 @@ class AdapterEngine(LoRAEngine):
 
     A token costs the base's computation and a little for the adapters, whichever policy writes it.
     ``version`` is the run's, while tokens carry their policy's version, as in
-    :class:`PolicyEngines`.
+    :class:`MultiPolicyEngine`.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -43,7 +43,7 @@ class AdapterEngine(LoRAEngine):
             raise ConfigError(
                 f"engine adapters='merged': {type(self).__name__} serves {', '.join(names)} on one "
                 "base, which cannot be merged with several LoRAs; leave it out, or use "
-                "PolicyEngines"
+                "MultiPolicyEngine"
             )
         self.policies = {name: PolicyView(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
@@ -73,7 +73,7 @@ class AdapterEngine(LoRAEngine):
         if own := [name for name in self.policies if (model_dir / name).is_dir()]:
             raise ConfigError(
                 f"{type(self).__name__} holds one base, but policy {own[0]!r} starts from its own "
-                "model; leave out that model, or use PolicyEngines"
+                "model; leave out that model, or use MultiPolicyEngine"
             )
         super().start(model_dir)  # type: ignore[safe-super]
 
@@ -151,8 +151,9 @@ class PolicyView(Engine):
     dtype, precision, running, max_length, paused = map(
         _of_whole, ("dtype", "precision", "running", "max_length", "paused")
     )
-    follow_head, follow_routing, start, pause, resume, sleep, close = map(
-        _of_whole, ("follow_head", "follow_routing", "start", "pause", "resume", "sleep", "close")
+    configure_head, configure_routing, start, pause, resume, sleep, close = map(
+        _of_whole,
+        ("configure_head", "configure_routing", "start", "pause", "resume", "sleep", "close"),
     )
 
     @property
@@ -185,9 +186,9 @@ class PolicyView(Engine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.whole.load_adapters(self, weights, version)
 
-    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         factors = self.whole.adapter_digests(self, [name for name in names if is_adapter(name)])
-        whole = self.whole.holdings([name for name in names if not is_adapter(name)])
+        whole = self.whole.held_digests([name for name in names if not is_adapter(name)])
         return [
             replace(
                 held,

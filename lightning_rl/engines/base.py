@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import Placed
@@ -72,7 +72,7 @@ class Engine(ABC):
     """Generates completions with a copy of the policy's weights.
 
     ``version`` is the version of the weights it holds, -1 before the first push; ``dtype`` is what
-    it computes in, ``float32`` unless its constructor or ``follow_dtype`` says otherwise;
+    it computes in, ``float32`` unless its constructor or ``configure_dtype`` says otherwise;
     ``replica_count`` is the number of processes that share its requests; ``kv_cache_gb`` is the
     size of its KV cache in GiB, None if the engine itself decides.
     """
@@ -99,15 +99,15 @@ class Engine(ABC):
         if self.dtype not in DTYPES:
             raise ConfigError(f"engine dtype={dtype!r} must be float32, bfloat16 or float16")
 
-    def follow_dtype(self, dtype: str) -> None:
+    def configure_dtype(self, dtype: str) -> None:
         """Use the trainer's dtype, unless one was chosen, or the engine runs already."""
         if self.chosen_dtype is None and not self.running:
             self.dtype = dtype
 
-    def follow_head(self, fp32: bool) -> None:
+    def configure_head(self, fp32: bool) -> None:
         """Compute logits in float32 if the trainer does, unless told otherwise, if it can."""
 
-    def follow_routing(self, wanted: bool) -> None:
+    def configure_routing(self, wanted: bool) -> None:
         """Set, before ``start``, whether completions have to record their ``routed_experts``.
 
         Raises:
@@ -120,8 +120,8 @@ class Engine(ABC):
                 "routing_replay: OldRouting"
             )
 
-    def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
-        """Learn, after ``follow_dtype``, of the trained LoRA, to keep it unmerged if possible.
+    def configure_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
+        """Learn, after ``configure_dtype``, of the trained LoRA, to keep it unmerged if possible.
 
         Args:
             rank: the largest rank of its layers; None: all weights are trained.
@@ -131,7 +131,7 @@ class Engine(ABC):
             ConfigError: if the engine is configured to keep it unmerged, and cannot.
         """
 
-    def follow_length(self, longest: Callable[[], int | None]) -> None:
+    def configure_length(self, longest: Callable[[], int | None]) -> None:
         """Learn, before ``start``, how long requests get, unless a length was chosen.
 
         Args:
@@ -152,8 +152,8 @@ class Engine(ABC):
         if len(names) > 1:
             raise ConfigError(
                 f"engine={type(self).__name__} holds the weights of one policy, but {len(names)} "
-                f"are trained ({', '.join(names)}); use PolicyEngines, with an engine for each, or "
-                "VLLMAdapters if they are LoRAs on one base"
+                f"are trained ({', '.join(names)}); use MultiPolicyEngine, with an engine for "
+                "each, or VLLMAdapters if they are LoRAs on one base"
             )
 
     def of_role(self, role: str) -> "Engine":
@@ -180,7 +180,7 @@ class Engine(ABC):
         With several policies, not every one has a new version: they may learn at different times.
         """
 
-    keeps_left_out: ClassVar[bool] = False
+    keeps_skipped_weights: ClassVar[bool] = False
     """True if a push may leave out weights that an earlier one contained (``Push.kept``): they stay
     unchanged.
     """
@@ -272,7 +272,7 @@ class Engine(ABC):
                 version until the next push.
         """
 
-    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         """Return what each of its processes holds under these names; empty if it cannot tell."""
         return []
 

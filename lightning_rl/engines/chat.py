@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Sampling
@@ -60,7 +60,7 @@ class ChatEngine:
         )
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         completion = await self.engine.generate(token_ids, self.sampling, seed)
-        said = ends_of(self._tokenizer).cut(completion.token_ids)
+        said = end_tokens_of(self._tokenizer).cut(completion.token_ids)
         answer = self._tokenizer.decode(said, skip_special_tokens=True)
         return str(answer), str(completion.finish_reason)
 

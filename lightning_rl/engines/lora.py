@@ -107,7 +107,7 @@ class LoRAEngine(Engine):
             raise ConfigError(f"engine adapters={adapters!r} must be 'apart', 'merged' or null")
         self.adapters = adapters
 
-    def follow_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
+    def configure_lora(self, rank: int | None, obstacle: Callable[[], str | None]) -> None:
         if self.running:
             return
         self.lora_rank = None

@@ -11,7 +11,7 @@ from lightning_rl.errors import IncompleteWeightsError
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
+class HeldDigests:
     """Digests of the weights in one process, read from the tensors that it computes with.
 
     Args:
@@ -29,7 +29,7 @@ class PushRecord(Protocol):
     """The part of a record of pushed weights that a push uses: see ``SentWeights``."""
 
     def note(self, name: str, weight: Tensor) -> None: ...
-    def require_held(self, ask: Callable[[Sequence[str]], list[Holdings]]) -> int: ...
+    def require_held(self, ask: Callable[[Sequence[str]], list[HeldDigests]]) -> int: ...
 
 
 class Push:

@@ -203,10 +203,12 @@ def raised(what: str, where: str, error: BaseException) -> BaseException:
     main = threading.current_thread() is threading.main_thread()
     if isinstance(error, BrokenOff) or (main and isinstance(error, KeyboardInterrupt)):
         return error  # the user's own
-    place = f" ({where})" if where and where not in str(error) else ""
+    location = f" ({where})" if where and where not in str(error) else ""
     if isinstance(error, EnvError):
-        told = str(error)
-        return EnvError(told + place if told.startswith(what) else f"{what}: {told}{place}")
+        message = str(error)
+        return EnvError(
+            message + location if message.startswith(what) else f"{what}: {message}{location}"
+        )
     if isinstance(error, LightningRLError):
         return error
     which = f"{where} " if where else "it "

@@ -164,9 +164,9 @@ class EnvDataModule(CollectingDataModule):
                 f"num_envs={self.num_envs} must be a multiple of the {ranks} processes, since "
                 "each steps equally many; change num_envs"
             )
-        own = self.num_envs // ranks
+        envs_per_rank = self.num_envs // ranks
         with dist.every_rank():
-            self.calls.start(self.seed, dist.rank() * own, own)
+            self.calls.start(self.seed, dist.rank() * envs_per_rank, envs_per_rank)
             if self.player_calls is not self.calls:
                 self.player_calls.start(self.seed, 0, None)
                 require_same(self.collector.agents, self.player_calls.collector.agents)
@@ -220,8 +220,8 @@ class EnvDataModule(CollectingDataModule):
                 trainer.precision_plugin.forward_context,
             )
         seconds = dist.all_reduce_max(time.perf_counter() - begin)
-        told = dist.gather(list(self.collector.finished))
-        self.episodes = [episode for share in told for episode in share]
+        finished = dist.gather(list(self.collector.finished))
+        self.episodes = [episode for share in finished for episode in share]
         frames = self.frames_per_iteration
         module.record(episode_metrics(self.episodes, frames, seconds, self.judged_agent))
         if self.min_episode_length > 1:
@@ -247,8 +247,8 @@ class EnvDataModule(CollectingDataModule):
             call_hook(self.trainer, "on_evaluation_start")
         seeds = [derived_seed(self.seed, EVALUATION, i) % 2**31 for i in range(self.eval_episodes)]
         with dist.every_rank():
-            own = dist.shard(seeds)
-            episodes = self._play(own) if own else []
+            shard = dist.shard(seeds)
+            episodes = self._play(shard) if shard else []
         together = dist.interleaved(dist.gather(episodes))
         return together, evaluation_metrics(together, self.success_reward, self.judged_agent)
 

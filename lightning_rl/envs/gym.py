@@ -97,10 +97,11 @@ class Gym(EnvMaker):
         except Exception as error:  # whatever the constructor raises, or a missing simulator
             what = f"{type(error).__name__}: {error}"
             raise ConfigError(f"data.env: gymnasium cannot make {self._name!r}: {what}") from error
-        for place, wrapper in enumerate(self.wrappers):
-            part = {"class_path": wrapper} if isinstance(wrapper, str) else dict(wrapper)
+        for index, wrapper in enumerate(self.wrappers):
+            part: dict[str, Any] = {}
+            part |= {"class_path": wrapper} if isinstance(wrapper, str) else wrapper
             part["init_args"] = {"env": env} | (part.get("init_args") or {})
-            env = built_part(part, f"data.env.wrappers[{place}]")
+            env = built_part(part, f"data.env.wrappers[{index}]")
         return env
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rl.envs.collector import EnvEpisode, EnvError
 from lightning_rl.envs.gym import OBSERVATION
-from lightning_rl.envs.gym_form import form_of, shown
+from lightning_rl.envs.gym_validation import form_of, shown
 from lightning_rl.envs.maker import AGENT
 from lightning_rl.envs.networks.space import Observed
 from lightning_rl.errors import ConfigError

@@ -87,12 +87,12 @@ class EnvProcesses:
         self.name = env.name
         self.shares = shares
         with without_main():  # where processes do not find what it has
-            told = pickle.dumps((env.plain, seed, limit))
+            message = pickle.dumps((env.plain, seed, limit))
         self._process_of = {place: index for index, share in enumerate(shares) for place in share}
         self.processes = [PythonChild(run) for _ in shares]
         self._lines = [process.connection for process in self.processes]
         for index, share in enumerate(shares):
-            self._send(index, (self.name, share, told))
+            self._send(index, (self.name, share, message))
 
     def ask(self, place: int, what: str, *arguments: Any) -> None:
         """Call a method of an environment's :class:`EnvSlot` in its process.

@@ -251,9 +251,9 @@ class TorchRLCollector(EnvCollector):
                 f"data.env: {self.env.name} has no 'pixels' to show; add them (from_pixels: true "
                 "for a GymEnv), or remove the preview"
             )
-        for place, picture in enumerate(data.get("pixels")):
-            if not ended[place]:
-                pictures[place].append(picture.cpu().numpy())
+        for index, picture in enumerate(data.get("pixels")):
+            if not ended[index]:
+                pictures[index].append(picture.cpu().numpy())
 
     def close(self) -> None:
         if self._collector is not None:

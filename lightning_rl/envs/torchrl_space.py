@@ -108,25 +108,25 @@ def _logits(env: Any, name: str, prefix: Key, space: Space) -> dict[str, Key]:
     """
     named = {f"{action}_logits": action for action in space.actions}
     state = _below(env.full_state_spec_unbatched, prefix)
-    found = {named[_name(key)]: prefix + key for key in state if _name(key) in named}
-    for action in found:
+    result = {named[_name(key)]: prefix + key for key in state if _name(key) in named}
+    for action in result:
         kind = space.actions[action]
         if not isinstance(kind, Discrete):
             raise ConfigError(
                 f"data.env: the environment reads logits of agent {name!r}'s action {action!r}, "
                 f"which is {kind}, but only a choice of one of several has logits"
             )
-    return found
+    return result
 
 
 def _below(spec: Any, prefix: Key) -> dict[Key, Any]:
     """Return the leaves of a composite spec under a prefix, without the prefix."""
-    found = {}
+    result = {}
     for key in spec.keys(True, True):
         path = key if isinstance(key, tuple) else (key,)
         if path[: len(prefix)] == prefix:
-            found[path[len(prefix) :]] = spec[key]
-    return found
+            result[path[len(prefix) :]] = spec[key]
+    return result
 
 
 def _name(key: Key) -> str:

@@ -10,9 +10,9 @@ from lightning_rl.agents.base import (
 )
 from lightning_rl.agents.branching import (
     EveryCall as EveryCall,
+    FixedCalls as FixedCalls,
     ForkPoints as ForkPoints,
     RandomCalls as RandomCalls,
-    TheseCalls as TheseCalls,
     forked as forked,
 )
 from lightning_rl.agents.episode import (
@@ -76,7 +76,7 @@ from lightning_rl.collect.collector import (
     Collector as Collector,
     GroupFilter as GroupFilter,
 )
-from lightning_rl.collect.early_cut import (
+from lightning_rl.collect.partial import (
     PartialTailCollector as PartialTailCollector,
     TailBatchingCollector as TailBatchingCollector,
 )
@@ -142,11 +142,11 @@ from lightning_rl.engines.base import (
     ReplicaStatus as ReplicaStatus,
     RunState as RunState,
 )
-from lightning_rl.engines.policy_engines import (
-    PolicyEngines as PolicyEngines,
+from lightning_rl.engines.multi_policy_engine import (
+    MultiPolicyEngine as MultiPolicyEngine,
 )
 from lightning_rl.engines.push import (
-    Holdings as Holdings,
+    HeldDigests as HeldDigests,
     Push as Push,
     require_same_weights as require_same_weights,
 )

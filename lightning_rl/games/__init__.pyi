@@ -73,11 +73,11 @@ from lightning_rl.games.protocols.zero_knowledge import (
 from lightning_rl.games.roles.game import (
     GameRolesModule as GameRolesModule,
 )
-from lightning_rl.games.roles.group import (
-    SharedModelGroup as SharedModelGroup,
-)
 from lightning_rl.games.roles.module import (
     RolesModule as RolesModule,
+)
+from lightning_rl.games.roles.role_policy import (
+    RolePolicy as RolePolicy,
 )
 from lightning_rl.games.simulation_loss import (
     SimulationLoss as SimulationLoss,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import token_rows
-from lightning_rl.data.implied import ImpliedPrompts
+from lightning_rl.data.implied_prompts import ImpliedPrompts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.rollouts.files import open_rollouts

@@ -23,7 +23,7 @@ def kl_from_engine(learner: Learner, batch: TensorDict, version: int) -> float:
     written = tokens["loss_mask"] & (noted | (tokens["versions"] == version))
     if not all_sum(written.sum()):
         return math.nan
-    learner.policy.score(batch, "present_logprobs", learner.max_tokens_per_pack)
+    learner.policy.score(batch, "present_logprobs", learner.max_tokens_per_micro_batch)
     now, rollout = (tokens[n][written].double() for n in ("present_logprobs", "rollout_logprobs"))
     then = tokens["engine_logprobs"][written].double() if noted else rollout
     weights = ratios(then - rollout)
@@ -33,4 +33,4 @@ def kl_from_engine(learner: Learner, batch: TensorDict, version: int) -> float:
 
 def note_engine(learner: Learner, batch: TensorDict) -> None:
     """Add ``engine_logprobs`` (T,), those of the present weights, which the engine has, too."""
-    learner.policy.score(batch, "engine_logprobs", learner.max_tokens_per_pack)
+    learner.policy.score(batch, "engine_logprobs", learner.max_tokens_per_micro_batch)

@@ -20,12 +20,10 @@ def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     if any(policy.sharded for policy in adapted(module).values()):
         return  # each rank writes, and reads, its own part
     base = _base_of(module)
-    left_out = base.keys() & checkpoint.get("state_dict", {}).keys()  # none on other ranks
-    if left_out:
+    skipped = base.keys() & checkpoint.get("state_dict", {}).keys()  # none on other ranks
+    if skipped:
         checkpoint["state_dict"] = {
-            name: weight
-            for name, weight in checkpoint["state_dict"].items()
-            if name not in left_out
+            name: weight for name, weight in checkpoint["state_dict"].items() if name not in skipped
         }
         checkpoint[_KEY] = _digest(base)
 
@@ -58,8 +56,8 @@ def adapted(module: nn.Module) -> dict[str, Policy | RewardModel]:
     whole. So is a quantised base, which is small, and which other kernels may pack differently.
     """
     return {
-        place: policy
-        for place, policy in module.named_modules()
+        name: policy
+        for name, policy in module.named_modules()
         if isinstance(policy, Policy | RewardModel)
         and policy.lora is not None
         and policy.lora.quantization is None

@@ -13,13 +13,13 @@ from lightning_rl.algos.kl import KLPenalty, beyond_target
 from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Aggregation, Objective, TokenMean, loss_tokens
 from lightning_rl.data.batch import empty_like, host_of, select, token_rows, with_host
-from lightning_rl.data.splitting import split_minibatches, split_packs
+from lightning_rl.data.splitting import split_micro_batches, split_minibatches
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.auto_packs import AutoPacks
+from lightning_rl.learn.auto_micro_batches import AutoMicroBatches
 from lightning_rl.learn.backends import Backend
 from lightning_rl.learn.gradients import clip_gradients
-from lightning_rl.learn.left_out import LeftOut, rows_beside
 from lightning_rl.learn.overlap import NoOverlap, Overlap
+from lightning_rl.learn.skipped import SkippedRollouts, rows_beside
 from lightning_rl.learn.update_settings import UpdateSettings
 from lightning_rl.models.memory import smaller_budget
 from lightning_rl.models.parallel.sequence import turns
@@ -50,8 +50,9 @@ class Learner:
         reference: the policy that KL penalties compare with, already configured; None: no such
             penalty.
         routing_replay: whose expert choices all passes over a batch replay; None: nobody's.
-        left_out: rollouts to exclude from the update; None: those that cannot change the policy.
-        packs: measures how many tokens a pack may have; None: as many as ``settings`` says.
+        skipped: rollouts to exclude from the update; None: those that cannot change the policy.
+        auto_micro_batches: measures how many tokens a micro-batch may have; None: as many as
+            ``settings`` says.
         clock: measures the time of each stage; None: its own.
 
     Raises:
@@ -70,8 +71,8 @@ class Learner:
         kl_reward: KLPenalty | None = None,
         reference: Reference | None = None,
         routing_replay: RoutingReplay | None = None,
-        left_out: LeftOut | None = None,
-        packs: AutoPacks | None = None,
+        skipped: SkippedRollouts | None = None,
+        auto_micro_batches: AutoMicroBatches | None = None,
         clock: StageClock | None = None,
     ) -> None:
         if reference is None and (objective.kl is not None or kl_reward is not None):
@@ -88,10 +89,10 @@ class Learner:
         self.kl_reward = kl_reward
         self.reference = reference
         self.routing_replay = routing_replay
-        self.left_out = left_out or LeftOut.of(
+        self.skipped = skipped or SkippedRollouts.of(
             advantage, objective, kl_reward, settings.mask_truncated
         )
-        self.packs = packs
+        self.auto_micro_batches = auto_micro_batches
         self.clock = clock or StageClock()
         self.overlap: Overlap = NoOverlap()
         """Computes parts of the update while the batch is still being generated."""
@@ -102,10 +103,10 @@ class Learner:
         """Number of optimizer steps of this update that were skipped."""
 
     @property
-    def max_tokens_per_pack(self) -> int:
+    def max_tokens_per_micro_batch(self) -> int:
         """The tokens of a forward and backward pass: as measured, else as set."""
-        measured = None if self.packs is None else self.packs.tokens
-        return measured or self.settings.tokens_per_pack
+        measured = None if self.auto_micro_batches is None else self.auto_micro_batches.tokens
+        return measured or self.settings.tokens_per_micro_batch
 
     def step(
         self, batch: TensorDict, decide: Callable[[TensorDict], Objective | None] | None = None
@@ -129,30 +130,32 @@ class Learner:
         batch = self.policy.with_sight(batch)
         if self.routing_replay is not None:
             self.routing_replay.begin(batch)
-        self.choose_packs(batch)
+        self.choose_micro_batches(batch)
         self.overlap.attach(batch)
-        if self.left_out.zero_advantage:  # advantages need rewards alone, and tell what to score
+        if self.skipped.zero_advantage:  # advantages need rewards alone, and tell what to score
             batch = self.compute_advantages(batch)
         # With one update per batch the current policy is the old one: nothing to recompute.
-        if self.settings.steps > 1 or self.settings.trust_engine_logprobs or self.kl_reward:
+        if self.settings.steps > 1 or self.settings.use_rollout_logprobs or self.kl_reward:
             batch = self.compute_old_logprobs(batch)
         if self.advantage.needs_values:
             batch = self.compute_values(batch)
         if self.reference is not None:
             batch = self.compute_ref_logprobs(batch)
-        if not self.left_out.zero_advantage:
+        if not self.skipped.zero_advantage:
             batch = self.compute_advantages(batch)
         return batch
 
-    def choose_packs(self, batch: TensorDict) -> None:
-        """Measure how many tokens a pack can have, if that is requested and not known yet."""
-        if self.packs is not None and self.packs.tokens is None:
+    def choose_micro_batches(self, batch: TensorDict) -> None:
+        """Measure how many tokens a micro-batch can have, if that is requested and unknown."""
+        if self.auto_micro_batches is not None and self.auto_micro_batches.tokens is None:
             optimizer, device = self.backend.optimizer, self.backend.device
-            self.packs.measure(batch, self._try_pack, optimizer, device, self.policy.filling)
+            self.auto_micro_batches.measure(
+                batch, self._try_micro_batch, optimizer, device, self.policy.filling
+            )
 
-    def _try_pack(self, pack: TensorDict) -> None:
-        """Run a pack forward and backward, and discard its gradient."""
-        scores = self.policy(pack)
+    def _try_micro_batch(self, micro_batch: TensorDict) -> None:
+        """Run a micro-batch forward and backward, and discard its gradient."""
+        scores = self.policy(micro_batch)
         entropy = None if self.objective.entropy is None else scores.entropy
         columns = [x.sum() for x in (scores.logprobs, scores.values, entropy) if x is not None]
         self.backend.backward(torch.stack(columns).sum(), last=False)
@@ -162,7 +165,7 @@ class Learner:
         """Add ``old_logprobs`` (T,), the policy's before any update (with a critic also
         ``values``).
         """
-        trusts = self.settings.trust_engine_logprobs
+        trusts = self.settings.use_rollout_logprobs
         if self.advantage.needs_values or not trusts:
             batch = self.score(batch, "old_logprobs")
         if trusts:
@@ -199,20 +202,20 @@ class Learner:
 
         Rollouts known to be left out of the update get the engine's logprobs, and no values.
         """
-        left_out = self.left_out.rows(batch) if "advantages" in batch["tokens"] else None
-        return self._score(self.policy, batch, name, left_out)
+        skipped = self.skipped.rows(batch) if "advantages" in batch["tokens"] else None
+        return self._score(self.policy, batch, name, skipped)
 
     def _score(
-        self, policy: Policy, batch: TensorDict, name: str, left_out: Tensor | None = None
+        self, policy: Policy, batch: TensorDict, name: str, skipped: Tensor | None = None
     ) -> TensorDict:
         """Score the rollouts that are neither left out nor already scored."""
         known = self.overlap.known(name)
-        rows = rows_beside(left_out, known)
+        rows = rows_beside(skipped, known)
         records = self.routing_replay is not None and self.routing_replay.is_of(name)
         with self.clock("logprob"):
-            batch = policy.score(batch, name, self.max_tokens_per_pack, rows, records)
-            if left_out is not None:  # whoever compares the two finds no difference there
-                tokens, idle_T = batch["tokens"], left_out[token_rows(batch)]
+            batch = policy.score(batch, name, self.max_tokens_per_micro_batch, rows, records)
+            if skipped is not None:  # whoever compares the two finds no difference there
+                tokens, idle_T = batch["tokens"], skipped[token_rows(batch)]
                 tokens[name] = tokens["rollout_logprobs"].where(idle_T, tokens[name])
         if known is not None:
             self.overlap.fill(batch, name, "values", *(["routed_experts"] if records else []))
@@ -225,7 +228,7 @@ class Learner:
         If the update does not need them, the first call takes one forward pass.
         """
         tokens = batch["tokens"]
-        if "old_logprobs" in tokens and not self.settings.trust_engine_logprobs:
+        if "old_logprobs" in tokens and not self.settings.use_rollout_logprobs:
             return tokens["old_logprobs"]
         if "trainer_logprobs" not in tokens:
             self.score(batch, "trainer_logprobs")
@@ -234,7 +237,7 @@ class Learner:
     # ---------------------------------------------------------------- the update
 
     def update(self, batch: TensorDict, objective: Objective | None = None) -> dict[str, float]:
-        """Make the optimizer steps: epochs x minibatches, each in packs; return the metrics.
+        """Make the optimizer steps, epochs x minibatches, each in micro-batches; return metrics.
 
         ``objective`` replaces the learner's own.
         """
@@ -262,64 +265,69 @@ class Learner:
         self, minibatch: TensorDict, objective: Objective, metrics: TokenMetrics
     ) -> None:
         """Compute a minibatch's gradient, and add ``loss_weights`` (T,) to its tokens."""
-        minibatch = self.left_out.without_truncated(minibatch)
+        minibatch = self.skipped.without_truncated(minibatch)
         minibatch["tokens", "loss_weights"] = self.aggregation(minibatch)
-        minibatch = self.left_out.trained(minibatch, metrics)
-        for pack_metrics in self.add_gradients(with_host(minibatch), objective):
-            metrics.add(pack_metrics)
+        minibatch = self.skipped.trained(minibatch, metrics)
+        for micro_batch_metrics in self.add_gradients(with_host(minibatch), objective):
+            metrics.add(micro_batch_metrics)
 
     def add_gradients(self, minibatch: TensorDict, objective: Objective) -> list[Metrics]:
-        """Compute the sum of all packs' gradients in ``.grad``; return the packs' metrics.
+        """Sum the gradients of all micro-batches in ``.grad``; return their metrics.
 
-        If a pack does not fit into memory, everything is computed again in packs of half the size.
+        If a micro-batch does not fit into memory, everything is computed again in micro-batches of
+        half the size.
 
         Raises:
-            PackMemoryError: if that does not help, or other ranks cannot take part.
+            MicroBatchMemoryError: if that does not help, or other ranks cannot take part.
         """
-        budget: int | None = self.pack_budget
+        budget: int | None = self.micro_batch_budget
         while budget is not None:
             self.policy.zero_grad()  # also of what a pass left that ran out of memory
-            measured, budget = self.backward_packs(minibatch, objective, budget)
+            measured, budget = self.backward_micro_batches(minibatch, objective, budget)
         return measured
 
     @property
-    def pack_budget(self) -> int:
-        """The tokens of a pack that ranks compute together."""
+    def micro_batch_budget(self) -> int:
+        """The tokens of a micro-batch that ranks compute together."""
         ranks = self.policy.sequence
-        return self.max_tokens_per_pack * (1 if ranks is None else ranks.shares)
+        return self.max_tokens_per_micro_batch * (1 if ranks is None else ranks.shares)
 
-    def backward_packs(
+    def backward_micro_batches(
         self, minibatch: TensorDict, objective: Objective, budget: int
     ) -> tuple[list[Metrics], int | None]:
-        """Add the gradients of a minibatch, in packs of up to ``budget`` tokens.
+        """Add the gradients of a minibatch, in micro-batches of up to ``budget`` tokens.
 
         Returns:
-            The packs' metrics, and None; or, if a pack does not fit into memory, no metrics and a
-            smaller budget.
+            The micro-batches' metrics, and None; or, if a micro-batch does not fit into memory, no
+            metrics and a smaller budget.
         """
         ranks, filling, measured = self.policy.sequence, self.policy.filling, list[Metrics]()
-        packs = split_packs(minibatch, budget, filling=filling)
-        # Sharded weights are gathered by all ranks together, for as many packs as any has; and the
-        # last backward pass averages over ranks.
-        due = list(turns(packs, ranks, together=True, least=int(world_size() > 1)))
-        for place, rows in enumerate(due, 1):
-            pack = empty_like(minibatch) if rows is None else select(minibatch, rows)
+        micro_batches = split_micro_batches(minibatch, budget, filling=filling)
+        # Sharded weights are gathered by all ranks together, for as many micro-batches as any has;
+        # and the last backward pass averages over ranks.
+        due = list(turns(micro_batches, ranks, together=True, least=int(world_size() > 1)))
+        for index, rows in enumerate(due, 1):
+            micro_batch = empty_like(minibatch) if rows is None else select(minibatch, rows)
             try:
-                measured.append(self.backward_pack(pack, objective, last=place == len(due)))
+                measured.append(
+                    self.backward_micro_batch(micro_batch, objective, last=index == len(due))
+                )
             except RuntimeError as error:
-                return [], smaller_budget(pack, error, ranks, filling)
+                return [], smaller_budget(micro_batch, error, ranks, filling)
         return measured, None
 
-    def backward_pack(self, pack: TensorDict, objective: Objective, last: bool) -> Metrics:
-        """Add a pack's gradient; with the ``last`` pack, gradients are averaged over ranks."""
-        scores = self.policy(pack)
-        if scores.heard is not None:
-            # Ranks that compute packs together have tokens of the others', too.
+    def backward_micro_batch(
+        self, micro_batch: TensorDict, objective: Objective, last: bool
+    ) -> Metrics:
+        """Add a micro-batch's gradient; with the ``last``, gradients are averaged over ranks."""
+        scores = self.policy(micro_batch)
+        if scores.router_outputs is not None:
+            # Ranks that compute micro-batches together have tokens of the others', too.
             counts = len(scores.live) > 0 or self.policy.sequence is not None
-            self.expert_load.add(scores.heard, counts)
-        tokens = loss_tokens(pack, scores)
+            self.expert_load.add(scores.router_outputs, counts)
+        tokens = loss_tokens(micro_batch, scores)
         tokens["advantages"] = self.advantage.at_present(scores.logprobs.detach(), tokens)
-        all_sampled = not bool(host_of(pack)["rollouts", "demonstration"].any())
+        all_sampled = not bool(host_of(micro_batch)["rollouts", "demonstration"].any())
         loss, metrics = objective(scores, tokens, self.iteration, all_sampled)
         coef = 0.0 if self.kl_reward is None else self.kl_reward.coef.at(self.iteration)
         if "token_rewards" in tokens and coef:  # at 0, rewards do not tell the KL

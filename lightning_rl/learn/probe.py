@@ -21,8 +21,8 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines.base import Engine, drives_engine, logprob_tolerance
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import NonFiniteWeightsError, StaleWeightsError
+from lightning_rl.models.model_checks import ADVICE
 from lightning_rl.models.policy import Policy
-from lightning_rl.models.soundness import ADVICE
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.processes.dist import any_rank, every_rank, from_rank_zero

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rl.algos.objective import Aggregation, TokenMean
 from lightning_rl.collect.loader import limited_epoch
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.implied import ImpliedPrompts
+from lightning_rl.data.implied_prompts import ImpliedPrompts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.prompts import PromptDataset
 from lightning_rl.data.sources import AnyPrompts, prompts_of

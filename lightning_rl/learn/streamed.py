@@ -12,11 +12,11 @@ from lightning_rl.algos.losses import Metrics
 from lightning_rl.algos.objective import Objective
 from lightning_rl.data.batch import select, tokens_of_rows, with_host
 from lightning_rl.data.packing import pack_rollouts, packed_rows
-from lightning_rl.data.splitting import deal_groups, split_packs
+from lightning_rl.data.splitting import deal_groups, split_micro_batches
 from lightning_rl.learn.gradients import scale_gradients
 from lightning_rl.learn.learner import Learner
-from lightning_rl.learn.left_out import without
 from lightning_rl.learn.overlap import Overlap
+from lightning_rl.learn.skipped import without
 from lightning_rl.models.memory import is_out_of_memory
 from lightning_rl.rollout import Group, Rollout
 from lightning_rl.run.processes.dist import any_rank, rank, world_size
@@ -66,7 +66,7 @@ class Stream(Overlap):
         other groups are only scored ahead.
         """
         self.metrics: list[Metrics] = []
-        """Metrics of the packs whose gradients were computed."""
+        """Metrics of the micro-batches whose gradients were computed."""
         self._begun = self._asked = False
         self._failed = False  # for lack of memory: there are no gradients, and will be none
         self._parts: list[TensorDict] = []
@@ -108,7 +108,7 @@ class Stream(Overlap):
                 if not is_out_of_memory(error):
                     raise
                 trained, metrics = first, []
-                self._failed = True  # the update takes smaller packs
+                self._failed = True  # the update takes smaller micro-batches
         self._trained |= zip(_row_names(rollouts), trained.tolist(), strict=True)
         self.metrics += metrics
         if self._failed:
@@ -118,21 +118,25 @@ class Stream(Overlap):
         """Add unnormalised gradients of the rows flagged (R,), before their minibatch is complete.
 
         Returns:
-            Flags (R,) of the rows that have a gradient, and the packs' metrics.
+            Flags (R,) of the rows that have a gradient, and the micro-batches' metrics.
         """
         learner = self._learner
-        part = learner.left_out.without_truncated(part.copy())
+        part = learner.skipped.without_truncated(part.copy())
         part["tokens", "loss_weights"] = learner.aggregation.weights(part)
-        left_out = learner.left_out.rows(part)
-        rows = rows if left_out is None else rows & ~left_out.cpu()
+        skipped = learner.skipped.rows(part)
+        rows = rows if skipped is None else rows & ~skipped.cpu()
         if not rows.any():
             return rows, []
         chosen = select(with_host(part), rows.nonzero().squeeze(1))
-        packs = split_packs(chosen, learner.max_tokens_per_pack, filling=learner.policy.filling)
+        micro_batches = split_micro_batches(
+            chosen, learner.max_tokens_per_micro_batch, filling=learner.policy.filling
+        )
         with learner.clock("train"):
             return rows, [
-                learner.backward_pack(select(chosen, pack), learner.objective, last=False)
-                for pack in packs
+                learner.backward_micro_batch(
+                    select(chosen, micro_batch), learner.objective, last=False
+                )
+                for micro_batch in micro_batches
             ]
 
     def finish(self, rollouts: Sequence[Rollout]) -> None:
@@ -146,7 +150,7 @@ class Stream(Overlap):
         """
         if self._order is None:
             return
-        places = {name: place for place, name in enumerate(self._trained)}
+        places = {name: index for index, name in enumerate(self._trained)}
         found = torch.tensor([places.get(name, -1) for name in self._order], device="cpu")
         rows = batch["rollouts", "length"].cpu()
         self._known = torch.zeros(len(rows), dtype=torch.bool, device="cpu")
@@ -190,19 +194,21 @@ class Stream(Overlap):
         if done is None:
             return False
         learner, done = self._learner, done[rows]
-        minibatch = learner.left_out.without_truncated(select(batch, rows))
+        minibatch = learner.skipped.without_truncated(select(batch, rows))
         weights = minibatch["tokens", "loss_weights"] = learner.aggregation.weights(minibatch)
         found: list[Metrics] = [{"policy/streamed_share": done}]
-        left_out = learner.left_out.rows(minibatch)
-        if left_out is not None:
-            found.append({"policy/skipped_share": left_out})
-            done = done | left_out.cpu()
+        skipped = learner.skipped.rows(minibatch)
+        if skipped is not None:
+            found.append({"policy/skipped_share": skipped})
+            done = done | skipped.cpu()
         found += self.metrics
         # Without gradients of its own, a rank still takes part in the average.
         if not self.metrics or not done.all() or world_size() > 1:
             rest = with_host(without(minibatch, done))
-            measured, smaller = learner.backward_packs(rest, objective, learner.pack_budget)
-            if smaller is not None:  # the learner starts anew, and takes smaller packs
+            measured, smaller = learner.backward_micro_batches(
+                rest, objective, learner.micro_batch_budget
+            )
+            if smaller is not None:  # the learner starts anew, and takes smaller micro-batches
                 return False
             found += measured
         for some in found:

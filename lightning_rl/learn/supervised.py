@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rl.config.lightning_flags import refuse_precision
 from lightning_rl.learn.base import LearningModule
-from lightning_rl.learn.loop_places import continue_at, place_of, rewind
+from lightning_rl.learn.loop_position import continue_at, position_of, rewind
 from lightning_rl.learn.precision import make_optimizer, use_our_precision
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
 from lightning_rl.learn.windows import SCALE, Windows
@@ -167,14 +167,14 @@ class SupervisedModule(LearningModule):
         super().on_save_checkpoint(checkpoint)
         loader = self._windows()
         if loader is not None:
-            place = place_of(self.trainer, loader, self._validated == self.iteration)
-            checkpoint["lightning_rl"]["place"] = place
+            position = position_of(self.trainer, loader, self._validated == self.iteration)
+            checkpoint["lightning_rl"]["place"] = position
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
-        place = checkpoint["lightning_rl"].get("place")
-        if place is not None and self._trainer is not None and self.trainer.state.fn == "fit":
-            rewind(place, checkpoint["loops"]["fit_loop"])
+        position = checkpoint["lightning_rl"].get("place")
+        if position is not None and self._trainer is not None and self.trainer.state.fn == "fit":
+            rewind(position, checkpoint["loops"]["fit_loop"])
 
     def on_train_start(self) -> None:
         check_automatic(self)

@@ -6,7 +6,7 @@ from typing import Literal
 from lightning_rl.algos.kl import check_target_kl
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least, require_finite
-from lightning_rl.learn.auto_packs import DEFAULT
+from lightning_rl.learn.auto_micro_batches import DEFAULT
 
 
 @configurable
@@ -19,11 +19,11 @@ class UpdateSettings:
         minibatches: optimizer steps per pass; whole groups are dealt to them at random.
         target_kl: make no further pass over a batch once a pass's mean ``policy/kl_old`` exceeds
             this, in nats per token; None: make all passes.
-        max_tokens_per_pack: tokens per forward and backward pass, which bounds memory. ``auto``: as
-            many as fit on the GPU, measured before the first update, and then kept in checkpoints
-            and in the run's ``config.yaml``; on a CPU 16,384.
+        max_tokens_per_micro_batch: tokens per forward and backward pass, which bounds memory.
+            ``auto``: as many as fit on the GPU, measured before the first update, and then kept in
+            checkpoints and in the run's ``config.yaml``; on a CPU 16,384.
         max_grad_norm: clip the gradient's global norm to this; None: do not clip.
-        trust_engine_logprobs: use the engine's logprobs as the old ones instead of recomputing
+        use_rollout_logprobs: use the engine's logprobs as the old ones instead of recomputing
             them.
         mask_truncated: exclude rollouts that reached ``max_tokens`` from the loss (DAPO's overlong
             filtering).
@@ -36,9 +36,9 @@ class UpdateSettings:
     ppo_epochs: int = 1
     minibatches: int = 1
     target_kl: float | None = None
-    max_tokens_per_pack: int | Literal["auto"] = DEFAULT
+    max_tokens_per_micro_batch: int | Literal["auto"] = DEFAULT
     max_grad_norm: float | None = 1.0
-    trust_engine_logprobs: bool = False
+    use_rollout_logprobs: bool = False
     mask_truncated: bool = False
     seed: int | None = None
 
@@ -47,7 +47,7 @@ class UpdateSettings:
             1,
             ppo_epochs=self.ppo_epochs,
             minibatches=self.minibatches,
-            max_tokens_per_pack=self.tokens_per_pack,
+            max_tokens_per_micro_batch=self.tokens_per_micro_batch,
         )
         require_finite(max_grad_norm=self.max_grad_norm)
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
@@ -57,9 +57,13 @@ class UpdateSettings:
         check_target_kl(self.target_kl, ppo_epochs=self.ppo_epochs)
 
     @property
-    def tokens_per_pack(self) -> int:
+    def tokens_per_micro_batch(self) -> int:
         """The tokens of a forward and backward pass, where they are not measured yet."""
-        return DEFAULT if self.max_tokens_per_pack == "auto" else self.max_tokens_per_pack
+        return (
+            DEFAULT
+            if self.max_tokens_per_micro_batch == "auto"
+            else self.max_tokens_per_micro_batch
+        )
 
     @property
     def steps(self) -> int:

@@ -1,4 +1,4 @@
-"""Finds, when a model is loaded, the pass over packs that is exact for its architecture."""
+"""Finds, when a model is loaded, the pass over micro-batches that is exact for its architecture."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,12 +37,12 @@ def exact_pass(
 ) -> BodyPass:
     """Prepare a model for the first pass that is exact: packed, or else unpacked; return it.
 
-    The scores (M, ...) of a small pack are compared with the model's ``own`` forward, rollout by
-    rollout: some architectures mix tokens outside of attention (state spaces, convolutions), or
-    compute something between body and output head that the policy does not. Small weights make
-    such a gap small, too, so packed passes must not let scores depend on another rollout's tokens
-    at all (:func:`_leaking`). With a ``reader`` the pack has pictures, which only packed passes
-    support.
+    The scores (M, ...) of a small micro-batch are compared with the model's ``own`` forward,
+    rollout by rollout: some architectures mix tokens outside of attention (state spaces,
+    convolutions), or compute something between body and output head that the policy does not. Small
+    weights make such a gap small, too, so packed passes must not let scores depend on another
+    rollout's tokens at all (:func:`_leaking`). With a ``reader`` the micro-batch has pictures,
+    which only packed passes support.
 
     Raises:
         ConfigError: if no pass is exact.
@@ -64,10 +64,10 @@ def exact_pass(
     bound, faults = MAX_GAP * max(1.0, float(alone.std())), []
     for tried in passes:
         tried.prepare(lm)
-        pack = pack_rollouts(rollouts).to(lm.device)
+        micro_batch = pack_rollouts(rollouts).to(lm.device)
         try:
-            found = score(tried, pack)
-            leaks = tried.packed and _leaking(lm, partial(score, tried), pack)
+            found = score(tried, micro_batch)
+            leaks = tried.packed and _leaking(lm, partial(score, tried), micro_batch)
         except (AttributeError, KeyError, TypeError, ConfigError) as error:
             faults.append(str(error))
             continue
@@ -79,49 +79,51 @@ def exact_pass(
         depend = "depend on other rollouts' tokens, and " if leaks else ""
         faults.append(f"its scores {depend}are {gap:.3g} away, bound {bound:g}")
     raise ConfigError(
-        f"{type(lm).__name__} scores rollouts of a pack differently from single ones, packed or "
-        f"not ({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
+        f"{type(lm).__name__} scores rollouts of a micro-batch differently from single ones, "
+        f"packed or not ({'; '.join(dict.fromkeys(faults))}); {OTHER_MODEL}"
     )
 
 
 @torch.enable_grad()
-def _leaking(lm: PreTrainedModel, score: Callable[[TensorDict], Tensor], pack: TensorDict) -> bool:
+def _leaking(
+    lm: PreTrainedModel, score: Callable[[TensorDict], Tensor], micro_batch: TensorDict
+) -> bool:
     """Return True if scores of a rollout depend on another one's tokens.
 
     They do where their gradient by the other's embeddings is not exactly 0, however small the
     weights are: what attention masks has a gradient of 0, which no rounding changes.
     """
-    layout, embedded = build_layout(pack), []
+    layout, embedded = build_layout(micro_batch), []
 
     def note(_: nn.Module, __: object, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[-1]
 
-    rows = token_rows(pack)
-    # Rollouts with one prompt share its tokens in the pack.
-    prompt = pack["rollouts", "prefix"][rows].where(_of_prompts(pack), -1)
+    rows = token_rows(micro_batch)
+    # Rollouts with one prompt share its tokens in the micro-batch.
+    prompt = micro_batch["rollouts", "prefix"][rows].where(_of_prompts(micro_batch), -1)
     for row in layout.rows.unique().tolist():
         embedded.clear()
         hook = lm.get_input_embeddings().register_forward_hook(note)
         try:
             # A pass for each, as layers that are recomputed can be differentiated once only.
-            own = score(pack)[layout.rows == row]
+            own = score(micro_batch)[layout.rows == row]
         finally:
             hook.remove()
         weights = torch.arange(own.numel(), device=own.device).sin().view_as(own)  # not all alike
         [slopes] = torch.autograd.grad((own * weights).sum(), embedded[:1])
-        foreign = (rows != row) & (prompt != pack["rollouts", "prefix"][row])
+        foreign = (rows != row) & (prompt != micro_batch["rollouts", "prefix"][row])
         if slopes.flatten(0, -2)[foreign[layout.tokens]].any():
             return True
     return False
 
 
-def _of_prompts(pack: TensorDict) -> Tensor:
+def _of_prompts(micro_batch: TensorDict) -> Tensor:
     """Return flags (T,) of the tokens of prompts."""
-    length, prompts = pack["rollouts", "length"], pack["rollouts", "prompt_length"]
-    begin = (length.cumsum(0) - length)[token_rows(pack)]
+    length, prompts = micro_batch["rollouts", "length"], micro_batch["rollouts", "prompt_length"]
+    begin = (length.cumsum(0) - length)[token_rows(micro_batch)]
     places = torch.arange(len(begin), device=begin.device)
-    return places - begin < prompts[token_rows(pack)]
+    return places - begin < prompts[token_rows(micro_batch)]
 
 
 def own_logprobs(lm: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, Tensor]) -> Tensor:
@@ -139,8 +141,8 @@ def own_states(body: PreTrainedModel, ids: Tensor, start: int, shown: dict[str, 
 def exact_pass_of_body(body: PreTrainedModel, reader: PictureReader | None) -> BodyPass:
     """Return the exact pass of a critic's body; packed if it reads pictures, like the policy's."""
 
-    def states(body_pass: BodyPass, pack: TensorDict) -> Tensor:
-        layout = build_layout(pack)
+    def states(body_pass: BodyPass, micro_batch: TensorDict) -> Tensor:
+        layout = build_layout(micro_batch)
         return body_pass.states(body, layout)[layout.predictors]
 
     return PACKED if reader is not None else exact_pass(body, states, own_states)
@@ -172,9 +174,10 @@ def _expected(lm: PreTrainedModel) -> BodyPass:
 
 def _warn(lm: PreTrainedModel) -> None:
     rank_zero_warn(
-        f"{type(lm).__name__} cannot be computed in packs, so it runs unpacked: each rollout in a "
-        "line of its own, padded to the longest of its pack. A prompt is computed for each of its "
-        "rollouts, not once for a group, which takes long where prompts are long and groups large"
+        f"{type(lm).__name__} cannot compute packed rows, so it runs unpacked: each "
+        "rollout in a line of its own, padded to the longest of its micro-batch. A prompt is "
+        "computed for each of its rollouts, not once for a group, which takes long where prompts "
+        "are long and groups large"
     )
 
 

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rl.models.generation_config import repaired
 from lightning_rl.models.lora import ADAPTER, LoRA
+from lightning_rl.models.model_checks import held
 from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.models.pretrained import Loading, base_of, load_config
-from lightning_rl.models.soundness import held
 from lightning_rl.models.tokenizer import save_tokenizer
 from lightning_rl.run.host_memory import in_host_memory
 from lightning_rl.run.processes.dist import rank
@@ -97,14 +97,14 @@ class ModelExport:
 
     def write(self, directory: str | Path) -> None:
         """Write weights, configuration, tokenizer and the model's own code."""
-        policy, place = self._policy, Path(directory)
-        place.mkdir(parents=True, exist_ok=True)
+        policy, folder = self._policy, Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
         if self._alone:
-            self._write_adapters(place)
+            self._write_adapters(folder)
         else:
-            self._write_model(place)
-        save_tokenizer(policy.tokenizer, place)
-        policy.loading.copy_code(policy.model, place)
+            self._write_model(folder)
+        save_tokenizer(policy.tokenizer, folder)
+        policy.loading.copy_code(policy.model, folder)
 
     def _gathered(self) -> dict[str, Tensor]:
         """Return the weights on the host, on rank 0; nothing on other ranks."""
@@ -115,8 +115,8 @@ class ModelExport:
             named = ((name, w) for name, w in policy.lm.state_dict().items() if ".lora_" in name)
         else:
             tied = policy.lm.config.get_text_config().tie_word_embeddings
-            left_out = "lm_head.weight" if tied else None
-            named = ((name, w) for name, w in policy.named_weights() if name != left_out)
+            skipped = "lm_head.weight" if tied else None
+            named = ((name, w) for name, w in policy.named_weights() if name != skipped)
         gathered: dict[str, Tensor] = {}
         for name, weight in named:
             whole = full_tensor(weight.detach())  # with all ranks

@@ -283,7 +283,7 @@ def likeliest_tokens(
     bias = None if output.bias is None else output.bias[:rows]
     by = sampled_by(targets, temperature, None, None, None, (), logit_map=logit_map)
     wide, shape = torch.promote_types(hidden.dtype, torch.float32), (len(hidden), count)
-    found = TeacherLogprobs(
+    result = TeacherLogprobs(
         hidden.new_empty(len(hidden), dtype=wide),
         targets.new_empty(shape),
         hidden.new_empty(shape, dtype=wide),
@@ -291,9 +291,9 @@ def likeliest_tokens(
     for part in _chunks(hidden, weight.shape[0], compiled=False):
         logits, _ = sampled_logits(hidden[part], weight, bias, targets[part], by.rows(part))
         logprobs = logits.log_softmax(-1)
-        found.logprobs[part] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
-        found.top_logprobs[part], found.ids[part] = logprobs.topk(count)
-    return found
+        result.logprobs[part] = logprobs.gather(-1, targets[part, None]).squeeze(-1)
+        result.top_logprobs[part], result.ids[part] = logprobs.topk(count)
+    return result
 
 
 class ValueHead(nn.Module, ABC):
@@ -341,7 +341,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
         kind = (config.architectures or [""])[0]
         load = next((load for end, load in _SCORED.items() if kind.endswith(end)), AutoModel)
         with torch.device("cpu"):  # transformers needs accelerate to load to another
-            found, told = load.from_pretrained(
+            found, report = load.from_pretrained(
                 model,
                 dtype=torch.float32,
                 attn_implementation=attention(config, ATTENTION),
@@ -354,7 +354,7 @@ def _load_critic(model: str) -> tuple[PreTrainedModel, nn.Linear]:
     body = found.base_model.to(torch.get_default_device()).train()
     linear = _zero_linear(body)
     score = getattr(found, "score", None)
-    lacking = [name for name in told["missing_keys"] if name.startswith("score.")]
+    lacking = [name for name in report["missing_keys"] if name.startswith("score.")]
     if isinstance(score, nn.Linear) and score.out_features == 1 and not lacking:
         own = {"bias": linear.bias, **score.state_dict()}
         linear.load_state_dict(own)

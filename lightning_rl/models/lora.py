@@ -314,12 +314,12 @@ def require_mergeable(options: Mapping[str, Any]) -> None:
         ConfigError: if an option cannot be used; names the first, and why.
     """
     for name, value in options.items():
-        place = f"lora.options.{name}={value!r}"
+        option = f"lora.options.{name}={value!r}"
         if name in _OUR_NAMES:
-            raise ConfigError(f"{place}: set lora.{_OUR_NAMES[name]} instead")
+            raise ConfigError(f"{option}: set lora.{_OUR_NAMES[name]} instead")
         if name not in MERGED:
             raise ConfigError(
-                f"{place} cannot be merged into the weights that engines get, or is no option of "
+                f"{option} cannot be merged into the weights that engines get, or is no option of "
                 f"peft.LoraConfig; there are {', '.join(MERGED)}"
             )
     if options.get("lora_dropout"):

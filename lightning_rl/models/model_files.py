@@ -6,21 +6,21 @@ import torch
 from transformers import GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.errors import ConfigError
+from lightning_rl.models.model_checks import (
+    compare,
+    held,
+    require_complete,
+    require_embedded,
+    require_sound,
+)
 from lightning_rl.models.pretrained import (
     Loading,
     load_config,
     load_lm,
     not_found,
     require_local,
-)
-from lightning_rl.models.soundness import (
-    compare,
-    held,
-    require_complete,
-    require_embedded,
-    require_sound,
 )
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
 
@@ -70,5 +70,5 @@ def save_skeleton(model: str, directory: str | Path, loading: Loading = Loading(
     tokenizer = load_tokenizer(model, loading)
     save_tokenizer(tokenizer, directory)
     load_config(model, loading).save_pretrained(directory)
-    GenerationConfig(eos_token_id=[*ends_of(tokenizer).token_ids]).save_pretrained(directory)
+    GenerationConfig(eos_token_id=[*end_tokens_of(tokenizer).token_ids]).save_pretrained(directory)
     loading.copy_code(model, directory)

@@ -1,4 +1,4 @@
-"""Forward passes of a model's body over a pack: packed, or line by line if that is inexact."""
+"""Forward passes of a model's body over a micro-batch: packed, or line by line if inexact."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,18 +8,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rl.data.splitting import PADDED, SHARED, Filling
-from lightning_rl.models.attention.lines import Lines
 from lightning_rl.models.attention.packed import ATTENTION, PackLayout
-from lightning_rl.models.attention.rows import ROWS
+from lightning_rl.models.attention.padded_rows import ROWS
+from lightning_rl.models.attention.unpacked import Lines
 from lightning_rl.vision.reader import attention
 
 
 class BodyPass(ABC):
-    """A forward pass of a model's body over a pack."""
+    """A forward pass of a model's body over a micro-batch."""
 
     packed: ClassVar[bool]
     filling: ClassVar[Filling]
-    """Counts the tokens that this pass computes for a pack."""
+    """Counts the tokens that this pass computes for a micro-batch."""
 
     @abstractmethod
     def prepare(self, lm: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import host_of, select, tokens_of_rows, with_host
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.data.splitting import SHARED, Filling
 from lightning_rl.data.teacher_logprobs import TeacherLogprobs
@@ -31,8 +31,9 @@ from lightning_rl.models.lora import (
     divide_frozen,
     merged_weights,
 )
-from lightning_rl.models.memory import each_pack
-from lightning_rl.models.parallel.sequence import PackRanks, Scores as Scores
+from lightning_rl.models.memory import each_micro_batch
+from lightning_rl.models.model_checks import require_embedded
+from lightning_rl.models.parallel.sequence import MicroBatchRanks, Scores as Scores
 from lightning_rl.models.parallel.sharding import full_tensor, shape_of
 from lightning_rl.models.parallel.tensor import TensorRanks, split
 from lightning_rl.models.parallel.vocabulary import WHOLE, SplitVocabulary, Vocabulary
@@ -46,7 +47,6 @@ from lightning_rl.models.pretrained import Loading, load_lm, model_of
 from lightning_rl.models.recompute import as_recompute
 from lightning_rl.models.routing import routing_of
 from lightning_rl.models.sampling import penalties_of, settings_in_use
-from lightning_rl.models.soundness import require_embedded
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tensor_limits import require_splittable
 from lightning_rl.models.tokenizer import load_tokenizer, require_rows
@@ -94,8 +94,8 @@ class Policy(nn.Module):
             )
         self.lm = load_lm(model, loading, quantization) if lm is None else lm
         self.lora = lora
-        self.sequence: PackRanks | None = None
-        """Ranks that compute packs together with this one; None: it computes its own alone."""
+        self.sequence: MicroBatchRanks | None = None
+        """Ranks that compute micro-batches together with this one; None: it computes alone."""
         self.tensor: TensorRanks | None = None
         """Ranks that share the matrices with this one; None: it has all of them."""
         self.vocabulary: Vocabulary = WHOLE
@@ -104,7 +104,7 @@ class Policy(nn.Module):
         self.body_pass: BodyPass = PACKED
         self.tokenizer = load_tokenizer(model, loading)
         require_embedded(model, self.tokenizer, self.rows)
-        self.ends = ends_of(self.tokenizer).token_ids
+        self.ends = end_tokens_of(self.tokenizer).token_ids
         self.stored = StoredDtypes.of(model, loading)
         if self.lm.can_generate():  # so that who generates with an export stops there, too
             self.lm.generation_config.eos_token_id = list(self.ends)
@@ -131,7 +131,7 @@ class Policy(nn.Module):
             lora.attach(self.lm, self._adapted())
         self.routing = routing_of(self.lm)
         self.replays = False
-        """Whether the ``routed_experts`` of packs are replayed, where they are known."""
+        """Whether the ``routed_experts`` of micro-batches are replayed, where they are known."""
         self.follows_teacher = False
         """Whether gradients are due of the tokens that a teacher finds likeliest, too."""
         critic = self._critic
@@ -168,24 +168,24 @@ class Policy(nn.Module):
             self.value_head.split(ranks)
         self.tensor, self.vocabulary = ranks, SplitVocabulary(ranks, size)
 
-    def share_packs(self, ranks: int = 1) -> None:
-        """Compute packs together with as many neighbouring ranks, each with some of the tokens, and
-        with those that have the other matrices; from now on, and all ranks call it.
+    def share_micro_batches(self, ranks: int = 1) -> None:
+        """Compute micro-batches together with as many neighbouring ranks, each with some of the
+        tokens, and with those that have the other matrices; from now on, and all ranks call it.
 
         Raises:
             ConfigError: if the model's tokens, layers or losses cannot be shared so.
         """
         if self.routing is not None and self.routing.balanced:
             raise ConfigError(
-                f"balance needs the routers' choices for a whole pack, and sequence={ranks} "
+                f"balance needs the routers' choices for a whole micro-batch, and sequence={ranks} "
                 "leaves them on several processes; leave out balance, or set sequence: 1"
             )
         if ranks > 1:
             self._require_packed("sequence", ranks, 1)
-        self.sequence = PackRanks(self.lm.config, ranks, self.tensor)
+        self.sequence = MicroBatchRanks(self.lm.config, ranks, self.tensor)
 
     def agree_on_passes(self) -> None:
-        """Use rank 0's choice of passes over packs; all ranks call it together."""
+        """Use rank 0's choice of passes over micro-batches; all ranks call it together."""
         self.body_pass, self.critic_pass = agreed(self.body_pass), agreed(self.critic_pass)
         self.body_pass.prepare(self.lm)
         if (critic := self._critic) is not None:
@@ -198,7 +198,7 @@ class Policy(nn.Module):
 
     @property
     def filling(self) -> Filling:
-        """Counts the tokens of a pack, for the model and a critic's own body."""
+        """Counts the tokens of a micro-batch, for the model and a critic's own body."""
         return self.body_pass.filling if self.critic_pass.packed else self.critic_pass.filling
 
     @property
@@ -206,39 +206,40 @@ class Policy(nn.Module):
         """The critic's own body, if it has one."""
         return None if self.value_head is None else self.value_head.body
 
-    def _logprobs_by(self, body_pass: BodyPass, pack: TensorDict) -> Tensor:
-        """Return a pack's logprobs, computed by this pass."""
+    def _logprobs_by(self, body_pass: BodyPass, micro_batch: TensorDict) -> Tensor:
+        """Return a micro-batch's logprobs, computed by this pass."""
         self.body_pass = body_pass
-        return self(pack).logprobs
+        return self(micro_batch).logprobs
 
     def _require_packed(self, setting: str, value: int, instead: int) -> None:
         for lm, body_pass in ((self.lm, self.body_pass), (self._critic, self.critic_pass)):
             if lm is not None and not body_pass.packed:
                 raise ConfigError(
-                    f"{setting}={value}: {type(lm).__name__} cannot be computed in packs, and "
-                    f"this is not supported without them; set {setting}: {instead}"
+                    f"{setting}={value}: {type(lm).__name__} cannot compute packed rows, "
+                    f"and this is not supported without them; set {setting}: {instead}"
                 )
 
-    def forward(self, pack: TensorDict) -> Scores:
-        """Score the loss tokens of a pack (:func:`lightning_rl.data.packing.pack_rollouts`).
+    def forward(self, micro_batch: TensorDict) -> Scores:
+        """Score the loss tokens of a micro-batch (:func:`lightning_rl.data.packing.pack_rollouts`).
 
-        If weights are sharded, or several ranks compute packs together, all ranks must call it.
+        If weights are sharded, or several ranks compute micro-batches together, all ranks must call
+        it.
         """
-        pack = with_host(self.with_sight(pack))
+        micro_batch = with_host(self.with_sight(micro_batch))
         if self.sequence is not None:
-            return self.sequence.scores(pack, self._scores)
-        return self._scores(pack, build_layout(pack))
+            return self.sequence.scores(micro_batch, self._scores)
+        return self._scores(micro_batch, build_layout(micro_batch))
 
-    def _scores(self, pack: TensorDict, layout: PackLayout) -> Scores:
-        hidden = self._own_states(pack, layout)
-        cuts, min_p = settings_in_use(host_of(pack)["rollouts"])
-        rollouts = pack["rollouts"][layout.rows]
-        targets = pack["tokens", "input_ids"][layout.live]
+    def _scores(self, micro_batch: TensorDict, layout: PackLayout) -> Scores:
+        hidden = self._own_states(micro_batch, layout)
+        cuts, min_p = settings_in_use(host_of(micro_batch)["rollouts"])
+        rollouts = micro_batch["rollouts"][layout.rows]
+        targets = micro_batch["tokens", "input_ids"][layout.live]
         teacher_ids = None
         if self.follows_teacher and torch.is_grad_enabled():
-            teacher_ids = pack["tokens"].get("teacher_ids", None)
+            teacher_ids = micro_batch["tokens"].get("teacher_ids", None)
         if teacher_ids is not None:
-            _require_whole(cuts or min_p, pack["tokens"])
+            _require_whole(cuts or min_p, micro_batch["tokens"])
             teacher_ids = teacher_ids[layout.live]
             lacking = (teacher_ids < 0) | (teacher_ids >= self.rows)
             targets = torch.cat([targets[:, None], teacher_ids.masked_fill(lacking, 0)], 1)
@@ -249,10 +250,12 @@ class Policy(nn.Module):
             rollouts["temperature"],
             rollouts["top_k"] if cuts else None,
             rollouts["top_p"] if cuts else None,
-            pack["tokens", "no_end"][layout.live] if "no_end" in pack["tokens"] else None,
+            micro_batch["tokens", "no_end"][layout.live]
+            if "no_end" in micro_batch["tokens"]
+            else None,
             self.ends,
             rollouts["min_p"] if min_p else None,
-            penalties_of(pack, layout.live),
+            penalties_of(micro_batch, layout.live),
             self.loading.cast_lm_head_to_fp32,
             self.vocabulary,
             self.compiled,
@@ -261,51 +264,51 @@ class Policy(nn.Module):
         values = None
         if self.value_head is not None:
             if self.value_head.body is not None:
-                hidden = self._states(pack, layout, self.value_head.body, self.critic_pass)
+                hidden = self._states(micro_batch, layout, self.value_head.body, self.critic_pass)
             values = self.value_head(hidden, layout)
-        heard = None if self.routing is None else self.routing.heard(layout.own)
+        router_outputs = None if self.routing is None else self.routing.router_outputs(layout.own)
         likeliest = None
         if teacher_ids is not None:
             logprobs, likeliest = logprobs[:, 0], logprobs[:, 1:].masked_fill(lacking, -math.inf)
-        return Scores(layout.live, logprobs, entropy, values, heard, likeliest)
+        return Scores(layout.live, logprobs, entropy, values, router_outputs, likeliest)
 
     @torch.no_grad()
     def likeliest(
-        self, pack: TensorDict, count: int, rows: int | None = None
+        self, micro_batch: TensorDict, count: int, rows: int | None = None
     ) -> tuple[Tensor, TeacherLogprobs]:
-        """Return the indices (M,) of a pack's loss tokens, and their logprobs, as a teacher.
+        """Return the indices (M,) of a micro-batch's loss tokens, and their logprobs, as a teacher.
 
         With them come the ``count`` likeliest tokens in each one's place, all at the temperature of
         its rollout, and among the first ``rows`` tokens of the vocabulary; None: among all.
         """
-        pack = with_host(self.with_sight(pack))
-        layout = build_layout(pack)
-        hidden = self._own_states(pack, layout)[layout.predictors]
+        micro_batch = with_host(self.with_sight(micro_batch))
+        layout = build_layout(micro_batch)
+        hidden = self._own_states(micro_batch, layout)[layout.predictors]
         return layout.live, likeliest_tokens(
             hidden,
             self.lm.get_output_embeddings(),
-            pack["tokens", "input_ids"][layout.live],
-            pack["rollouts", "temperature"][layout.rows],
+            micro_batch["tokens", "input_ids"][layout.live],
+            micro_batch["rollouts", "temperature"][layout.rows],
             count,
             self.logit_map,
             rows,
         )
 
-    def _own_states(self, pack: TensorDict, layout: PackLayout) -> Tensor:
-        """Return the last hidden states (S, D) of the language model for a pack."""
+    def _own_states(self, micro_batch: TensorDict, layout: PackLayout) -> Tensor:
+        """Return the last hidden states (S, D) of the language model for a micro-batch."""
         if self.routing is not None:
-            known = pack["tokens"].get("routed_experts", None) if self.replays else None
+            known = micro_batch["tokens"].get("routed_experts", None) if self.replays else None
             known = None if known is None else known[layout.tokens]
             self.routing.begin(known, self.body_pass.lines(layout))
-        return self._states(pack, layout, self.lm, self.body_pass)
+        return self._states(micro_batch, layout, self.lm, self.body_pass)
 
     def _states(
-        self, pack: TensorDict, layout: PackLayout, lm: PreTrainedModel, body_pass: BodyPass
+        self, micro_batch: TensorDict, layout: PackLayout, lm: PreTrainedModel, body_pass: BodyPass
     ) -> Tensor:
-        """Return the last hidden states (S, D) of a model's body for a pack."""
-        if self.reader is not None and ("picture" in pack["tokens"] or world_size() > 1):
+        """Return the last hidden states (S, D) of a model's body for a micro-batch."""
+        if self.reader is not None and ("picture" in micro_batch["tokens"] or world_size() > 1):
             layout.prepare(lm)
-            return scored_states(self.reader, lm, pack, layout)
+            return scored_states(self.reader, lm, micro_batch, layout)
         return body_pass.states(lm, layout)
 
     def with_sight(self, batch: TensorDict) -> TensorDict:
@@ -353,29 +356,30 @@ class Policy(nn.Module):
     ) -> TensorDict:
         """Add the logprobs of a batch as ``name`` (T,), and ``values`` (T,) of a critic.
 
-        ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A pack
-        that does not fit into memory is split. With ``record_routing``, the experts chosen for each
-        token become ``routed_experts`` (T, L, K), -1 where there are none.
+        ``rows`` (r,), ascending, are the rollouts to score; the others get 0. None: all. A
+        micro-batch that does not fit into memory is split. With ``record_routing``, the experts
+        chosen for each token become ``routed_experts`` (T, L, K), -1 where there are none.
 
         Raises:
-            PackMemoryError: if a pack cannot be split, or other ranks cannot take part.
+            MicroBatchMemoryError: if a micro-batch cannot be split, or other ranks cannot take
+                part.
         """
         hosted = with_host(self.with_sight(batch))
         tokens, length = batch["tokens"], host_of(hosted)["rollouts", "length"]
         rows = torch.arange(len(batch["rollouts"]), device="cpu") if rows is None else rows
         names = (name,) if self.value_head is None else (name, "values")
         outputs = {column: torch.zeros_like(tokens["rollout_logprobs"]) for column in names}
-        for members, scores in each_pack(
+        for members, scores in each_micro_batch(
             self, hosted, rows, max_tokens, self.sharded, self.sequence, self.filling
         ):
-            # Rows of a pack ascend, so its tokens keep the batch's order.
+            # Rows of a micro-batch ascend, so its tokens keep the batch's order.
             within = tokens_of_rows(length, members)
             live = within.to(scores.live.device, non_blocking=True)[scores.live]
             outputs[name][live] = scores.logprobs
             if scores.values is not None:
                 outputs["values"][live] = scores.values
-            if record_routing and scores.heard is not None and self.sequence is None:
-                spread = of_all_tokens(select(hosted, members), scores.heard.experts)
+            if record_routing and scores.router_outputs is not None and self.sequence is None:
+                spread = of_all_tokens(select(hosted, members), scores.router_outputs.experts)
                 if "routed_experts" not in outputs:
                     shape = len(tokens), *spread.shape[1:]
                     outputs["routed_experts"] = spread.new_full(shape, UNKNOWN)
@@ -408,17 +412,17 @@ class Policy(nn.Module):
             groups.append({"params": critic} | own)
         return groups
 
-    def named_weights(self, left_out: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, skipped: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """The LM's weights under their Hugging Face names; a tied output head comes twice, a LoRA
         merged. Experts have names of their own, as in files.
 
         If they are sharded, all ranks have to go through them together. Those of
-        :meth:`frozen_weights` that are in ``left_out`` do not come.
+        :meth:`frozen_weights` that are in ``skipped`` do not come.
         """
         weights = self.lm.state_dict().items() if self.lora is None else merged_weights(self.lm)
         file_names = FileNames(self.lm)
         for name, weight in weights:
-            if name not in left_out:
+            if name not in skipped:
                 yield from file_names.parts(name, full_tensor(weight.detach()))
 
     def file_names(self, weights: Mapping[str, nn.Parameter]) -> set[str]:
@@ -443,7 +447,7 @@ class Policy(nn.Module):
         if self.lora is None:
             raise ConfigError(
                 "pushing adapters alone needs a LoRA policy; set lora, or leave out adapters_only "
-                "(with VLLMAdapters, use PolicyEngines)"
+                "(with VLLMAdapters, use MultiPolicyEngine)"
             )
         self.lora.require_adapters_alone()
         return adapter_weights(self.lm)

@@ -81,8 +81,8 @@ def _compiler_works(device: torch.device) -> bool:
 def compile_each_layer(lm: PreTrainedModel) -> None:
     """Compile each layer of ``lm`` but experts, in place; weights keep their names.
 
-    Shapes are dynamic, so that packs of any size run what the first one compiled. Grouped products
-    of experts fall back to a loop where they are compiled, but for bfloat16.
+    Shapes are dynamic, so that micro-batches of any size run what the first one compiled. Grouped
+    products of experts fall back to a loop where they are compiled, but for bfloat16.
     """
     if FileNames(lm).stacked:
         ExpertsInterface.register(EXPERTS, torch.compiler.disable(grouped_mm_experts_forward))

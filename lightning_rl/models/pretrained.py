@@ -28,11 +28,11 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.packed import ATTENTION
 from lightning_rl.models.generation_config import repaired
-from lightning_rl.models.packed_reading import PackedReading
+from lightning_rl.models.model_checks import require_complete, require_finite
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import quantize
+from lightning_rl.models.quantized_loading import PackedReading
 from lightning_rl.models.recompute import Recompute
-from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.run.interpreter import require_docstrings
 from lightning_rl.vision.reader import attention, family_of, supported
 
@@ -127,8 +127,8 @@ def dtype_of(owner: str, name: str) -> torch.dtype:
     """
     if name not in DTYPES:
         raise ConfigError(f"{owner}(dtype={name!r}) must be one of {', '.join(DTYPES)}")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    result: torch.dtype = getattr(torch, name)
+    return result
 
 
 def device_of(name: str | None) -> torch.device:

@@ -131,11 +131,11 @@ def quantized_layers(module: nn.Module) -> dict[str, QuantizedLinear]:
 
 def weights_in(module: nn.Module) -> dict[nn.Parameter, int]:
     """Return the number of weights per parameter; a packed layer's count for its first part."""
-    found = {parameter: parameter.numel() for parameter in module.parameters()}
+    result = {parameter: parameter.numel() for parameter in module.parameters()}
     for layer in quantized_layers(module).values():
         first, *others = layer.parts.values()
-        found |= {first: layer.in_features * layer.out_features} | dict.fromkeys(others, 0)
-    return found
+        result |= {first: layer.in_features * layer.out_features} | dict.fromkeys(others, 0)
+    return result
 
 
 def unpacked_state(lm: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

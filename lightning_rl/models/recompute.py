@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
-from lightning_rl.models.host_inputs import HostInputs
+from lightning_rl.models.input_offloading import HostInputs
 
 
 @configurable
@@ -83,6 +83,11 @@ class Recompute:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, keeps_attention)
         plain = partial(checkpoint, **options)
         return HostInputs(plain) if self.inputs == "host" else plain
+
+
+def as_recompute(given: bool | Recompute) -> Recompute | None:
+    """Convert True to ``Recompute()`` and False to None."""
+    return (Recompute() if given else None) if isinstance(given, bool) else given
 
 
 def layers_of(module: nn.Module) -> list[GradientCheckpointingLayer]:

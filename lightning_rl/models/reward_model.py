@@ -16,14 +16,14 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from lightning_rl.data.chats import render
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.export import StoredDtypes
 from lightning_rl.models.lora import LoRA, merged_weights
+from lightning_rl.models.model_checks import require_complete, require_finite
 from lightning_rl.models.preparation import disable_dropout
 from lightning_rl.models.pretrained import Loading, load_config, not_found, positions_of
 from lightning_rl.models.sampling import at_least_float32
-from lightning_rl.models.soundness import require_complete, require_finite
 from lightning_rl.models.stacked import FileNames
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Message
@@ -149,7 +149,7 @@ def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:
 
     transformers reads the score at the last token that is no padding.
     """
-    ends = ends_of(tokenizer).token_ids
+    ends = end_tokens_of(tokenizer).token_ids
     known = (tokenizer.pad_token_id, tokenizer.bos_token_id, *range(len(ends) + 1))
     return next(i for i in known if i is not None and i not in ends)
 
@@ -181,7 +181,7 @@ def scored_text(
     """
     if isinstance(prompt, str):
         token_ids: list[int] = tokenizer(f"{prompt}{completion}")["input_ids"]
-        end = ends_of(tokenizer)
+        end = end_tokens_of(tokenizer)
         return [*token_ids, end.text] if ended and not end.ended(token_ids) else token_ids
     if tokenizer.chat_template is None:
         raise ConfigError(

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.data.routing import UNKNOWN
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention.lines import Lines
+from lightning_rl.models.attention.unpacked import Lines
 
 
 class Weighing(NamedTuple):
@@ -25,12 +25,11 @@ class Weighing(NamedTuple):
     gates: Callable[[Tensor, Tensor], Tensor]
 
 
-class Heard(NamedTuple):
+class RouterOutputs(NamedTuple):
     """Statistics of L routers with E experts that each chose K of them for a pass's S tokens.
 
-    ``probs`` (L, E): means of their probabilities, with a gradient if it is wanted; of routers that
-    score by a sigmoid each expert's share of the scores (DeepSeek-AI 2024, arXiv 2412.19437, eq.
-    19). ``load``
+    ``probs`` (L, E): means of their probabilities, with a gradient if it is wanted; with a sigmoid
+    for scores, each expert's share of them (DeepSeek-AI 2024, arXiv 2412.19437, eq. 19). ``load``
     (L, E): the share of tokens that an expert got. ``entropy`` (L,): the mean of the routers', in
     nats. ``otherwise`` (): share of tokens for which any router would have chosen another set of
     experts than was replayed. ``experts`` (S, L, K).
@@ -43,23 +42,24 @@ class Heard(NamedTuple):
     experts: Tensor
 
 
-def joined(parts: Sequence[Heard], counts: bool) -> Heard:
+def joined(parts: Sequence[RouterOutputs], counts: bool) -> RouterOutputs:
     """Return the statistics of several passes' tokens together; without ``counts``, of none."""
-    some = [heard for heard in parts if len(heard.experts)] if counts else []
+    some = [part for part in parts if len(part.experts)] if counts else []
     if not some:
         *statistics, experts = parts[0]
-        return Heard(*map(torch.zeros_like, statistics), experts[:0])
-    sizes = torch.tensor([len(heard.experts) for heard in some], device=some[0].load.device)
+        return RouterOutputs._make([*map(torch.zeros_like, statistics), experts[:0]])
+    sizes = torch.tensor([len(part.experts) for part in some], device=some[0].load.device)
     shares = (sizes / sizes.sum()).to(some[0].load.dtype)
     *columns, chosen = zip(*some, strict=True)
-    return Heard(*(torch.tensordot(shares, torch.stack(c), 1) for c in columns), torch.cat(chosen))
+    means = [torch.tensordot(shares, torch.stack(column), 1) for column in columns]
+    return RouterOutputs._make([*means, torch.cat(chosen)])
 
 
 class Routing:
     """The routers of a model, by layer number, in order.
 
-    Each forward pass runs between :meth:`begin` and :meth:`heard`. Replayed choices stay until the
-    next pass begins, since a backward pass may recompute this one.
+    Each forward pass runs between :meth:`begin` and :meth:`router_outputs`. Replayed choices stay
+    until the next pass begins, since a backward pass may recompute this one.
     """
 
     balanced = False
@@ -99,7 +99,7 @@ class Routing:
         """Return the experts (S, L, K), int16, chosen in the finished pass."""
         return torch.stack([chosen for _, chosen, _ in self._end()], 1).short()
 
-    def heard(self, own: Tensor | None = None) -> Heard:
+    def router_outputs(self, own: Tensor | None = None) -> RouterOutputs:
         """Return the routers' statistics of the finished pass, over the tokens that ``own`` (S,)
         flags; None: over all.
         """
@@ -117,7 +117,7 @@ class Routing:
             counts = torch.zeros_like(probs)
             places = experts.transpose(0, 1).flatten(1)
             counts.scatter_add_(1, places, torch.ones_like(places, dtype=counts.dtype))
-        return Heard(
+        return RouterOutputs(
             probs,
             counts / len(experts),
             entropy,
@@ -164,13 +164,13 @@ def require_routing(lm: PreTrainedModel) -> Routing:
     Raises:
         ConfigError: if it has none, or they are not supported.
     """
-    found = routing_of(lm)
-    if found is None:
+    result = routing_of(lm)
+    if result is None:
         raise ConfigError(
             f"{type(lm).__name__} has no routers whose choice of experts can be recorded or "
             "replayed; use a mixture such as Qwen3-MoE, GLM-4.5 or Mixtral, or leave routing out"
         )
-    return found
+    return result
 
 
 def _routers(lm: PreTrainedModel) -> dict[int, nn.Module]:

@@ -65,13 +65,17 @@ class Penalties:
         return seen[:, :-1], counts[:, :-1]
 
 
-def penalties_of(pack: TensorDict, live: Tensor) -> Penalties | None:
-    """Return the penalties of a pack's tokens ``live`` (M,); None if there are none."""
-    if "turn_start" not in pack["tokens"]:
+def penalties_of(micro_batch: TensorDict, live: Tensor) -> Penalties | None:
+    """Return the penalties of a micro-batch's tokens ``live`` (M,); None if there are none."""
+    if "turn_start" not in micro_batch["tokens"]:
         return None
-    rows, tokens, length = token_rows(pack)[live], pack["tokens"], pack["rollouts", "length"]
+    rows, tokens, length = (
+        token_rows(micro_batch)[live],
+        micro_batch["tokens"],
+        micro_batch["rollouts", "length"],
+    )
     begin = (length.cumsum(0) - length)[rows]
-    rollouts = pack["rollouts"][rows]
+    rollouts = micro_batch["rollouts"][rows]
     return Penalties(
         tokens["input_ids"],
         begin,

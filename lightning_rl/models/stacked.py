@@ -79,11 +79,11 @@ def all_linear(lm: PreTrainedModel) -> str | list[str]:
     Experts of a mixture are left out, and ``out_proj`` of state-space models (Mamba), whose
     kernels for GPUs read its weight themselves, and would not see an adapter.
     """
-    left_out = _OF_EXPERTS if FileNames(lm).stacked else set()
+    skipped = _OF_EXPERTS if FileNames(lm).stacked else set()
     if any(hasattr(m, "conv1d") and hasattr(m, "D") for m in lm.modules()):
-        left_out = left_out | {"out_proj"}
-    if not left_out:
+        skipped = skipped | {"out_proj"}
+    if not skipped:
         return "all-linear"
     heads = (lm.get_output_embeddings(), getattr(lm, "score", None))
     linear = (n for n, m in lm.named_modules() if isinstance(m, nn.Linear) and m not in heads)
-    return sorted({name.rpartition(".")[2] for name in linear} - left_out)
+    return sorted({name.rpartition(".")[2] for name in linear} - skipped)

@@ -15,9 +15,10 @@ from transformers import (
 from transformers.utils import cached_file
 
 from lightning_rl.data.chats import NO_TEMPLATE, SET_BY_US
-from lightning_rl.data.ends import find_ends
+from lightning_rl.data.end_tokens import find_end_tokens
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.generation_config import stated_ends
+from lightning_rl.models.model_checks import of_other_modality
 from lightning_rl.models.pretrained import (
     Loading,
     has_code_of_its_own,
@@ -25,7 +26,6 @@ from lightning_rl.models.pretrained import (
     not_found,
     require_local,
 )
-from lightning_rl.models.soundness import of_other_modality
 from lightning_rl.vision.reader import load_reader, reader_of
 
 
@@ -33,8 +33,8 @@ def load_tokenizer(model: str, loading: Loading = Loading()) -> PreTrainedTokeni
     """The tokenizer of a model directory or hub name.
 
     It may be a processor's, and so may its chat template. It brings the tokens that end a turn
-    (:func:`~lightning_rl.data.ends.ends_of`) and, of a model that reads pictures, what prepares
-    them (:func:`~lightning_rl.vision.reader.reader_of`).
+    (:func:`~lightning_rl.data.end_tokens.end_tokens_of`) and, of a model that reads pictures, what
+    prepares them (:func:`~lightning_rl.vision.reader.reader_of`).
 
     Raises:
         ConfigError: if there is none, it needs code that is not trusted, or no token of the model
@@ -47,7 +47,7 @@ def load_tokenizer(model: str, loading: Loading = Loading()) -> PreTrainedTokeni
         raise ConfigError(not_found(model, "tokenizer", error)) from error
     config = _read_config(model, loading)
     of_model = () if config is None else stated_ends(model, config, loading.of_files)
-    tokenizer.ends = find_ends(tokenizer, of_model)
+    tokenizer.ends = find_end_tokens(tokenizer, of_model)
     tokenizer.picture_reader = None
     if config is not None:
         tokenizer.picture_reader = load_reader(model, config, loading.of_files)

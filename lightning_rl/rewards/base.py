@@ -226,8 +226,8 @@ class Rewards:
                     rollout.reward_parts |= parts
                 except ValueError as error:
                     _fail([rollout], f"reward {name}: {error}")
-            for column, values in log.extra.items():
-                for rollout, value in zip(rollouts, values, strict=True):
+            for column, cells in log.extra.items():
+                for rollout, value in zip(rollouts, cells, strict=True):
                     rollout.extra[column] = value
             for metric, values in log.metrics.items():
                 metrics[metric] += values

@@ -69,10 +69,12 @@ class RewardFailure:
 
         ``reason`` replaces the exception's own message.
         """
-        told = TracebackException.from_exception(error)  # whose message may itself raise
-        place = where_raised(told.stack)
-        said = f"{type(error).__name__}: {told}" if reason is None else reason
-        return cls(f"{said}, at {place}" if place else said, "".join(told.format()))
+        description = TracebackException.from_exception(error)  # whose message may itself raise
+        location = where_raised(description.stack)
+        message = f"{type(error).__name__}: {description}" if reason is None else reason
+        return cls(
+            f"{message}, at {location}" if location else message, "".join(description.format())
+        )
 
 
 def is_async(function: RewardFunction) -> bool:
@@ -125,7 +127,7 @@ def batch_reward(function: F) -> F:
 
     So it can compare completions of different prompts. The batch is what is graded together: the
     groups of an iteration on each process; with filters, those of each round; in an evaluation, all
-    of them. Collectors that work ahead call it once the batch is complete.
+    of them. Collectors that prefetch call it once the batch is complete.
     """
     function.per_batch = True  # type: ignore[attr-defined]
     return function

@@ -199,14 +199,14 @@ class LLMJudge(Remote):
     async def _ask(
         self, prompts: list[Any], completions: list[Any], **columns: list[Any]
     ) -> list[Score]:
-        said = answer_in(completions[0], columns.get("opened_thoughts", [False])[0])
-        if said is None:
+        answer = answer_in(completions[0], columns.get("opened_thoughts", [False])[0])
+        if answer is None:
             return [0.0]
         try:
-            shown: dict[str, Any] = {"prompt": prompts[0], "completion": said}
+            shown: dict[str, Any] = {"prompt": prompts[0], "completion": answer}
             if not isinstance(completions[0], str):  # only the last message has a thought
                 *before, last = completions[0]
-                shown["completion"] = [*before, last | {"content": said}]
+                shown["completion"] = [*before, last | {"content": answer}]
             shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
             return [self._score(await self.judge.ask(self._question(shown)))]
         except JudgeError as error:

@@ -82,12 +82,12 @@ class ModelReward:
         fit = (i for i, text in enumerate(texts) if limit is None or len(text) <= limit)
         order = sorted(fit, key=lambda i: len(texts[i]))
         for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
-            batch = padded([texts[i] for i in places], scorer.lm.config.pad_token_id)
+            rows = order[start : start + self.batch_size]
+            batch = padded([texts[i] for i in rows], scorer.lm.config.pad_token_id)
             with torch.inference_mode():
                 found = scorer({name: t.to(scorer.lm.device) for name, t in batch.items()}).tolist()
-            for place, score in zip(places, found, strict=True):
-                scores[place] = score
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = score
         return scores
 
     def _loaded(self) -> RewardModel:
@@ -160,10 +160,10 @@ class ServedReward(Remote):
         text = scored_text(self._loaded, prompts[0], completions[0], finish_reasons[0] == "stop")
         body = {"model": self.model, "input": text, "use_activation": False}
         try:
-            told = await self._api.post("/classify", _Classification, body)
+            answer = await self._api.post("/classify", _Classification, body)
         except APIRefusal as error:
             return [RewardFailure(str(error))]
-        scores = told.data[0].probs if told.data else []
+        scores = answer.data[0].probs if answer.data else []
         if len(scores) != 1:
             return [
                 RewardFailure(f"{self.model} gave {len(scores)} scores; it must have one label")

@@ -85,12 +85,12 @@ class OpenAIAPI:
         Raises:
             ServerError: if the answer is no chat completion or has no text; and as :meth:`call`.
         """
-        told = await self.post("/chat/completions", _ChatCompletion, body)
+        answer = await self.post("/chat/completions", _ChatCompletion, body)
         where = f"{self.base_url}/chat/completions sent no chat completion"
-        if not told.choices:
+        if not answer.choices:
             raise ServerError(f"{where}: choices is empty")
-        said, ending = told.choices[0].message, told.choices[0].finish_reason
-        text = said.refusal if said.content is None else said.content
+        message, ending = answer.choices[0].message, answer.choices[0].finish_reason
+        text = message.refusal if message.content is None else message.content
         if text is None and ending not in WITHOUT_TEXT:
             raise ServerError(f"{where}: choices.0.message.content is null (ended by {ending})")
         return str(of_whole_characters(text or "")), str(ending)

@@ -53,7 +53,7 @@ def plain_score(score: Any) -> PlainScore:
     if hasattr(score, "tolist"):
         score = score.tolist()
     if isinstance(score, Sequence) and not isinstance(score, str | bytes):
-        return [_part(str(place), value, score) for place, value in enumerate(score)]
+        return [_part(str(index), value, score) for index, value in enumerate(score)]
     return _number(score, f"{score!r:.200}")
 
 

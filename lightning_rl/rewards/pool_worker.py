@@ -83,20 +83,20 @@ class Server:
             self.connection.send_bytes(self._run(function, request))
 
     def _run(self, function: Any, request: bytes) -> bytes:
-        place = tempfile.mkdtemp(dir=self.home)
+        folder = tempfile.mkdtemp(dir=self.home)
         reader, writer = os.pipe()
         with open("/proc/self/statm") as statm:
             mapped = int(statm.read().split()[0]) * resource.getpagesize()
         pid = os.fork()
         if pid == 0:
-            self._be_sample(function, request, place, mapped, reader, writer)
+            self._be_sample(function, request, folder, mapped, reader, writer)
         os.close(writer)
         in_time = self._wait(pid)
         status = end_all(pid)
         os.set_blocking(reader, False)
         with os.fdopen(reader, "rb", buffering=0) as results:
             result = results.read(_RESULT_BYTES)
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if not in_time:
             return _json(fault=f"ran longer than timeout_s={self.limits.timeout_s:g}")
         if os.WIFSIGNALED(status):

@@ -42,8 +42,8 @@ class ProgramCaller:
         Raises:
             Exception: what the program raised, as the nearest built-in exception.
         """
-        told = written([list(given), named or {}], self._told)
-        self._line.send({"do": what, "own": own, "given": told})
+        message = written([list(given), named or {}], self._told)
+        self._line.send({"do": what, "own": own, "given": message})
         answer = self._answer(what)
         value = read(answer["value"], self._object)
         if own and isinstance(value, _Object):

@@ -54,11 +54,11 @@ class ProgramJudge:
                 return self._run(home, request.fileno())
 
     def _run(self, home: str, request: int) -> Score:
-        place = "/tmp" if self.sandbox else home
+        folder = "/tmp" if self.sandbox else home
         env = {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
         process = Child(
-            self._command(place),
-            env | {"OMP_NUM_THREADS": "1", "HOME": place, "TMPDIR": place},
+            self._command(folder),
+            env | {"OMP_NUM_THREADS": "1", "HOME": folder, "TMPDIR": folder},
             stdin=request,
             log=True,
             keeper=not self.sandbox,
@@ -70,10 +70,10 @@ class ProgramJudge:
         return self._verdict(process.printed(_READ).decode(errors="replace"), in_time)
 
     def _command(self, place: str) -> list[str]:
-        places = tuple(f"{place}/" for place in installed())
+        readable = tuple(f"{place}/" for place in installed())
         limits = {
             # Anything else may be where the program can write, and is what its judge would import.
-            "path": [entry for entry in sys.path if f"{entry}/".startswith(places)],
+            "path": [entry for entry in sys.path if f"{entry}/".startswith(readable)],
             "directory": place,
             "memory_mb": self.memory_mb,
             "files_mb": FILES_MB,
@@ -91,5 +91,5 @@ class ProgramJudge:
             return RewardFailure(f"its process did not start{late}{last_lines(before.encode())}")
         if not verdict:  # killed: it took too long, or broke a limit
             return 0.0
-        told = json.loads(verdict)
-        return RewardFailure(told["failure"]) if "failure" in told else float(told["passed"])
+        answer = json.loads(verdict)
+        return RewardFailure(answer["failure"]) if "failure" in answer else float(answer["passed"])

@@ -54,8 +54,8 @@ def sandboxed(command: Sequence[str], readable: Sequence[str] = ()) -> list[str]
         room = _room("--tmpfs", "/tmp", "--chdir", "/tmp")
     except ConfigError as error:
         raise ConfigError(f"{error}; {_WITHOUT}") from error
-    places = [*_SYSTEM, *installed(), *readable]
-    return [*room, *_shown(places), "--remount-ro", "/", "--", *command]
+    folders = [*_SYSTEM, *installed(), *readable]
+    return [*room, *_shown(folders), "--remount-ro", "/", "--", *command]
 
 
 def emptied(
@@ -81,12 +81,12 @@ def emptied(
 def installed() -> list[str]:
     """Return the directories of this Python, of packages installed for it, and of libraries."""
     libraries = filter(os.path.isabs, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
-    places = {sys.prefix, sys.base_prefix, site.getusersitepackages(), *libraries}
-    return sorted(places | {os.path.realpath(place) for place in places})
+    folders = {sys.prefix, sys.base_prefix, site.getusersitepackages(), *libraries}
+    return sorted(folders | {os.path.realpath(folder) for folder in folders})
 
 
 def _shown(places: Sequence[str]) -> list[str]:
-    return [word for place in places for word in ("--ro-bind-try", place, place)]
+    return [word for folder in places for word in ("--ro-bind-try", folder, folder)]
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def _room(*writable: str) -> list[str]:
             "a sandbox needs bubblewrap 0.7 or newer, but there is no bwrap on the PATH: "
             "apt-get install bubblewrap, or conda install -c conda-forge bubblewrap"
         )
-    said = ""
+    printed = ""
     for processes in _PROCESSES:
         # They come first: what is readable may lie in them.
         files = ["--size", str(FILES_MB * 2**20), *writable]
@@ -108,5 +108,5 @@ def _room(*writable: str) -> list[str]:
         tried = subprocess.run(tested, capture_output=True, text=True)
         if tried.returncode == 0:
             return room
-        said = said or tried.stderr.strip()
-    raise ConfigError(f"bubblewrap cannot make a sandbox here ({said}): {ALLOW_SANDBOX}")
+        printed = printed or tried.stderr.strip()
+    raise ConfigError(f"bubblewrap cannot make a sandbox here ({printed}): {ALLOW_SANDBOX}")

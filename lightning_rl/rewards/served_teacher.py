@@ -100,8 +100,8 @@ class ServedTeacher(Teacher, Remote):
             "max_tokens": 1,
             "temperature": 0,
         }
-        told = await self._api.post("/completions", _Completion, body)
-        each = told.choices[0].prompt_logprobs if told.choices else None
+        answer = await self._api.post("/completions", _Completion, body)
+        each = answer.choices[0].prompt_logprobs if answer.choices else None
         if each is None or len(each) != len(token_ids):
             raise ServerError(
                 f"{self._api.base_url} sent no prompt_logprobs of the {len(token_ids)} tokens; a "
@@ -109,10 +109,10 @@ class ServedTeacher(Teacher, Remote):
             )
         found = unknown(len(text.row.token_ids), self.top_k)
         begin = len(text.prompt_ids)
-        for place, (token, logprobs) in enumerate(
+        for index, (token, logprobs) in enumerate(
             zip(text.row.token_ids, each[begin:], strict=True)
         ):
-            _fill(found, place, token, logprobs or {})
+            _fill(found, index, token, logprobs or {})
         return self.remember(key, found)
 
 

@@ -14,7 +14,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import select
 from lightning_rl.data.encoding import PromptEncoder
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from lightning_rl.data.teacher_logprobs import UNKNOWN, TeacherLogprobs, of_text, to_text
 from lightning_rl.errors import ConfigError, DataError, require_at_least
 from lightning_rl.models.policy import Policy
@@ -110,14 +110,14 @@ class Teacher:
         """
         asked = rollout.prompt.token_ids
         instead = asked if self.hint is None else self._hinted(rollout.prompt, self.hint)
-        found = []
+        result = []
         for row in rollout.rows:
             read = row.prompt_ids
             if read[: len(asked)] == asked:
                 read = instead + read[len(asked) :]
             if row.token_ids:
-                found.append(Text(row, read, row.sampling or rollout.sampling))
-        return found
+                result.append(Text(row, read, row.sampling or rollout.sampling))
+        return result
 
     def _hinted(self, prompt: Prompt, hint: str) -> list[int]:
         """Return a prompt's tokens with the hint at the end of its last message."""
@@ -143,10 +143,10 @@ class Teacher:
 
     def remember(self, key: bytes, logprobs: TeacherLogprobs) -> str:
         """Keep the logprobs of a text, and forget those of the oldest if there are many."""
-        found = self._known[key] = to_text(logprobs)
+        result = self._known[key] = to_text(logprobs)
         if len(self._known) > KEPT:
             del self._known[next(iter(self._known))]
-        return found
+        return result
 
 
 def _with_hint(prompt: str | list[Message], hint: str) -> str | list[Message]:
@@ -185,7 +185,7 @@ class ModelTeacher(Teacher):
         hint: text that only the teacher reads, at the end of the prompt's last message, with
             columns of the prompt in braces: ``"The answer is {answer}."``; None: no hint.
         name: name under which its score is logged.
-        max_tokens_per_pack: tokens per forward pass, which bounds memory.
+        max_tokens_per_micro_batch: tokens per forward pass, which bounds memory.
         dtype: of its weights: ``float32``, ``bfloat16`` or ``float16``.
         device: where it computes; None: on a GPU if there is one.
         trust_remote_code: run code that comes with the model.
@@ -202,18 +202,18 @@ class ModelTeacher(Teacher):
         top_k: int = 0,
         hint: str | None = None,
         name: str = "teacher",
-        max_tokens_per_pack: int = 16_384,
+        max_tokens_per_micro_batch: int = 16_384,
         dtype: str = "float32",
         device: str | None = None,
         trust_remote_code: bool = False,
         model_kwargs: dict[str, Any] | None = None,
     ) -> None:
-        require_at_least(1, max_tokens_per_pack=max_tokens_per_pack)
+        require_at_least(1, max_tokens_per_micro_batch=max_tokens_per_micro_batch)
         require_local(model)
         dtype_of("ModelTeacher", dtype)
         super().__init__(model, model, top_k, hint)
         self.__name__ = name
-        self.max_tokens_per_pack = max_tokens_per_pack
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.dtype = dtype
         self.device = device
         self.loading = Loading(trust_remote_code, model_kwargs or {})
@@ -222,38 +222,42 @@ class ModelTeacher(Teacher):
     def __call__(self, rollouts: list[Rollout]) -> list[Score]:
         texts = [self.texts(rollout) for rollout in rollouts]
         policy = self._policy = self._policy or self._loaded()
-        failed = {place: why for place, t in enumerate(texts) if (why := _unreadable(policy, t))}
-        texts = [[] if place in failed else t for place, t in enumerate(texts)]
+        failed = {index: why for index, t in enumerate(texts) if (why := _unreadable(policy, t))}
+        texts = [[] if index in failed else t for index, t in enumerate(texts)]
         keys = [[text.key for text in of_one] for of_one in texts]
         asked = dict(zip(chain(*keys), chain(*texts), strict=True))
         found = {key: self._known[key] for key in asked if key in self._known}
         found |= self._read({key: text for key, text in asked.items() if key not in found})
         return [
-            failed.get(place) or scored(of_one, [found[key] for key in of_keys])
-            for place, (of_one, of_keys) in enumerate(zip(texts, keys, strict=True))
+            failed.get(index) or scored(of_one, [found[key] for key in of_keys])
+            for index, (of_one, of_keys) in enumerate(zip(texts, keys, strict=True))
         ]
 
     def _read(self, asked: Mapping[bytes, Text]) -> dict[bytes, str]:
-        """Read texts in packs, and return and remember their logprobs."""
+        """Read texts in micro-batches, and return and remember their logprobs."""
         policy = self._policy
         assert policy is not None
-        keys, texts, found = list(asked), list(asked.values()), {}
+        keys, texts, result = list(asked), list(asked.values()), {}
         if not texts:
             return {}
         batch = pack_rollouts([_as_rollout(text, place) for place, text in enumerate(texts)])
-        for places in split_packs(batch, self.max_tokens_per_pack, filling=policy.filling):
-            pack = select(batch, places)
-            live, of_live = policy.likeliest(pack.to(policy.lm.device), self.top_k, self._own_rows)
-            whole = unknown(len(pack["tokens"]), self.top_k)
+        for rows in split_micro_batches(
+            batch, self.max_tokens_per_micro_batch, filling=policy.filling
+        ):
+            micro_batch = select(batch, rows)
+            live, of_live = policy.likeliest(
+                micro_batch.to(policy.lm.device), self.top_k, self._own_rows
+            )
+            whole = unknown(len(micro_batch["tokens"]), self.top_k)
             for column, values in zip(whole, of_live, strict=True):
                 column[live.cpu()] = values.to("cpu", column.dtype)
             begin = 0
-            for place in places.tolist():
+            for place in rows.tolist():
                 first, end = begin + len(texts[place].prompt_ids), begin + texts[place].length
                 of_row = TeacherLogprobs(*(column[first:end] for column in whole))
-                found[keys[place]] = self.remember(keys[place], of_row)
+                result[keys[place]] = self.remember(keys[place], of_row)
                 begin = end
-        return found
+        return result
 
     def _loaded(self) -> Policy:
         policy = Policy(self.model, loading=self.loading).requires_grad_(False)

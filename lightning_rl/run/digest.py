@@ -48,13 +48,13 @@ class Digester:
 
     def digests(self) -> dict[str, str]:
         """Return the digests of all added tensors by name, as 16 hexadecimal digits."""
-        found = {}
+        result = {}
         for name, form, numbers in zip(self._names, self._forms, self._read(), strict=True):
             total = form * _GOLDEN
-            for place, number in enumerate(numbers):
-                total += (number ^ (number >> 29)) * (place * _SPREAD | 1)
-            found[name] = f"{total & _ALL:016x}"
-        return found
+            for index, number in enumerate(numbers):
+                total += (number ^ (number >> 29)) * (index * _SPREAD | 1)
+            result[name] = f"{total & _ALL:016x}"
+        return result
 
     def _read(self) -> list[list[int]]:
         """Return the chunk sums of all tensors; waits once per device."""

@@ -28,8 +28,8 @@ def find_callbacks(trainer: Trainer, kind: type[T]) -> list[T]:
 
 def datamodule_of(trainer: Trainer) -> LightningDataModule | None:
     """Return the run's data module; None if it was given dataloaders."""
-    found: LightningDataModule | None = getattr(trainer, "datamodule", None)
-    return found
+    result: LightningDataModule | None = getattr(trainer, "datamodule", None)
+    return result
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:
@@ -52,8 +52,8 @@ def answers(
     """
     for callback in callbacks_of(trainer):
         if hasattr(callback, hook):
-            told = module or trainer.lightning_module
-            answer = getattr(callback, hook)(trainer, told, *arguments)
+            receiver = module or trainer.lightning_module
+            answer = getattr(callback, hook)(trainer, receiver, *arguments)
             if answer is not None:
                 yield answer
 

@@ -48,8 +48,8 @@ def derived_seed(seed: int, *places: int) -> int:
     1,000,003 + ... modulo 2^64, the range of torch's generators: the factors are odd, so no two
     iterations of a run share a seed, however large ``seed`` is.
     """
-    for place in places:
-        seed = seed * 1_000_003 + place
+    for part in places:
+        seed = seed * 1_000_003 + part
     return seed % 2**64
 
 

@@ -1,4 +1,4 @@
-"""TokenMetrics: means and maxima of per-token numbers over packs and ranks."""
+"""TokenMetrics: means and maxima of per-token numbers over micro-batches and ranks."""
 
 import math
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from lightning_rl.run.processes.dist import gather
 
 
 class TokenMetrics:
-    """Sums of per-token tensors; means do not depend on how tokens were cut into packs.
+    """Sums of per-token tensors; means do not depend on how tokens were cut into micro-batches.
 
     For names that end in ``_max`` it is the maximum instead. Names without a value on any rank are
     left out. Ranks may know different names, since their rollouts differ.

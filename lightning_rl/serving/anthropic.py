@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_rl.rollout import Message
+from lightning_rl.serving.api_format import ApiFormat, pieces
 from lightning_rl.serving.ask import Answer, Ask, Terms, usage_of
 from lightning_rl.serving.chats import ChatReader, RequestChat
-from lightning_rl.serving.door import Door, pieces
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.serving.messages import content_of, joined, read_message, text_of
@@ -23,7 +23,7 @@ _ERRORS = {
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesDoor(Door):
+class MessagesFormat(ApiFormat):
     """Serves ``/v1/messages``."""
 
     def read(self, body: Any, terms: Terms) -> Ask:
@@ -75,8 +75,8 @@ class MessagesDoor(Door):
         yield _event("message_stop")
 
     def error(self, error: RequestError) -> Message:
-        told = {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}
-        return {"type": "error", "error": told, "request_id": None}
+        body = {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}
+        return {"type": "error", "error": body, "request_id": None}
 
 
 _DELTAS = {"text": "text_delta", "partial_json": "input_json_delta"}

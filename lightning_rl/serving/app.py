@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.serving.anthropic import MessagesDoor
+from lightning_rl.serving.anthropic import MessagesFormat
+from lightning_rl.serving.api_format import ApiFormat
 from lightning_rl.serving.ask import Answer
-from lightning_rl.serving.door import Door
 from lightning_rl.serving.errors import RequestError, session_over
 from lightning_rl.serving.http import (
     Receive,
@@ -24,8 +24,8 @@ from lightning_rl.serving.http import (
     read_json,
     refusal,
 )
-from lightning_rl.serving.openai_chat import ChatDoor
-from lightning_rl.serving.openai_text import TextDoor
+from lightning_rl.serving.openai_chat import ChatCompletionsFormat
+from lightning_rl.serving.openai_text import CompletionsFormat
 from lightning_rl.serving.retries import Pending, Retries
 from lightning_rl.serving.session import Session
 
@@ -49,11 +49,11 @@ class AgentApp:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._guests: dict[str, _Guest] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._chat = ChatDoor()
-        self._doors: dict[str, Door] = {
+        self._chat = ChatCompletionsFormat()
+        self._formats: dict[str, ApiFormat] = {
             "/v1/chat/completions": self._chat,
-            "/v1/completions": TextDoor(tokenizer),
-            "/v1/messages": MessagesDoor(),
+            "/v1/completions": CompletionsFormat(tokenizer),
+            "/v1/messages": MessagesFormat(),
         }
 
     def open(self, session: Session) -> None:
@@ -74,7 +74,7 @@ class AgentApp:
             await guest.session.close()
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        door = self._doors.get(scope["path"], self._chat)
+        api_format = self._formats.get(scope["path"], self._chat)
         guest: _Guest | None = None
         try:
             headers = dict(scope["headers"])
@@ -85,18 +85,20 @@ class AgentApp:
                     for name in guest.session.terms.models
                 ]
                 reply = json_reply({"object": "list", "data": models})
-            elif scope["path"] not in self._doors or scope["method"] != "POST":
+            elif scope["path"] not in self._formats or scope["method"] != "POST":
                 asked = f"{scope['method']} {scope['path']:.200}"
                 raise RequestError(f"Invalid URL ({asked})", code="unknown_url", status=404)
             else:
-                reply = await self._answer(guest, door, scope["path"], headers, body, receive)
+                reply = await self._answer(guest, api_format, scope["path"], headers, body, receive)
         except RequestError as error:
-            reply = refusal(door, error)
+            reply = refusal(api_format, error)
         except Exception as error:  # ours: the run is to know, and the client must not hang
             _log.exception("AgentServer cannot answer %s", scope["path"])
             if guest is not None:
                 guest.session.failure = guest.session.failure or error
-            reply = refusal(door, RequestError(f"{type(error).__name__}: {error}", status=500))
+            reply = refusal(
+                api_format, RequestError(f"{type(error).__name__}: {error}", status=500)
+            )
         await reply.send(send)
 
     async def _admitted(
@@ -129,14 +131,14 @@ class AgentApp:
     async def _answer(
         self,
         guest: _Guest,
-        door: Door,
+        api_format: ApiFormat,
         path: str,
         headers: Mapping[bytes, bytes],
         body: bytes,
         receive: Receive,
     ) -> Response:
         retries, session = guest.retries, guest.session
-        ask = await session.prepare(lambda: door.read(read_json(body), session.terms))
+        ask = await session.prepare(lambda: api_format.read(read_json(body), session.terms))
         key, retried = retries.name(path, body, headers)
         earlier = retries.earlier(key, retried)
         future = asyncio.get_running_loop().create_future() if earlier is None else earlier
@@ -160,9 +162,9 @@ class AgentApp:
 
         def written() -> Response:
             if ask.stream:
-                events = b"".join(door.stream(ask, answers, number, now))
+                events = b"".join(api_format.stream(ask, answers, number, now))
                 return Response(events, kind=b"text/event-stream; charset=utf-8")
-            return json_reply(door.write(ask, answers, number, now))
+            return json_reply(api_format.write(ask, answers, number, now))
 
         return await session.beside(written)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rl.agents.reading import CallReader
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
+from lightning_rl.agents.tool_call_parsing import CallReader
 from lightning_rl.agents.tools import call_message
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.files.strict_json import loads
 from lightning_rl.serving.messages import Said
-from lightning_rl.serving.strangers_template import RendererApart, StrangersTemplate
+from lightning_rl.serving.untrusted_template import RendererApart, UntrustedTemplate
 from lightning_rl.vision.reader import encode
 
 _PROMPTS_KEPT = 256
@@ -142,9 +142,9 @@ class ChatFormat:
     def _text(
         self, completion: Completion, stop: Sequence[str], skip_special_tokens: bool
     ) -> tuple[str, str | None]:
-        said = self.template.ends.cut(completion.token_ids)
+        token_ids = self.template.ends.cut(completion.token_ids)
         return until_stop(
-            str(self.tokenizer.decode(said, skip_special_tokens=skip_special_tokens)), stop
+            str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)), stop
         )
 
     def _with_calls(
@@ -162,11 +162,11 @@ def _pictures_of(chat: Sequence[Said]) -> tuple[Picture, ...]:
 
 def until_stop(text: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """Return the text before the first stop string, and that string if there is one."""
-    places = [(place, string) for string in stop if (place := text.find(string)) >= 0]
-    if not places:
+    matches = [(start, string) for string in stop if (start := text.find(string)) >= 0]
+    if not matches:
         return text, None
-    place, string = min(places)
-    return text[:place], string
+    start, string = min(matches)
+    return text[:start], string
 
 
 class ChatFormats:
@@ -211,5 +211,5 @@ class ChatFormats:
         variables = {**self._options, **options, **({"tools": tools} if tools else {})}
         written = TurnTemplate(self.tokenizer, variables)
         if template:
-            written = StrangersTemplate(self.tokenizer, variables, template, self._apart)
+            written = UntrustedTemplate(self.tokenizer, variables, template, self._apart)
         return ChatFormat(written, self._parser, tools, key)

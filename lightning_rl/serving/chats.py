@@ -92,8 +92,8 @@ class ChatReader:
         chat = RequestChat(list(last.chat.said), (state, list(nodes)))
         limits = self._limits
         try:
-            for place in range(len(last.given), len(given)):
-                for message in messages(place, given[place]):
+            for index in range(len(last.given), len(given)):
+                for message in messages(index, given[index]):
                     named = with_name(message, chat.said)
                     chat.said.append(seen(named, limits.pictures, limits.picture_access))
             require_few(sum(len(item.pictures) for item in chat.said), limits.pictures)
@@ -112,8 +112,8 @@ class ChatReader:
         new = deepcopy(given[len(last.given) :])  # a client may change its own
         try:
             bits = [
-                (place, marshal.dumps(message, 0))
-                for place, message in enumerate(new, len(last.given))
+                (index, marshal.dumps(message, 0))
+                for index, message in enumerate(new, len(last.given))
                 if not _told_by_equality(message)
             ]
         except ValueError:  # no JSON

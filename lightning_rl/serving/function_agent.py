@@ -129,10 +129,12 @@ class FunctionAgent(SessionAgent):
         async def solve() -> Ending:
             client = AgentClient(session)
             try:
-                said = await self.function(client, rollout.prompt.copy())
+                printed = await self.function(client, rollout.prompt.copy())
             finally:
                 await client.close()
-            said = {} if said is None else said
-            return Ending("done", said=said if isinstance(said, Mapping) else {"reward": said})
+            printed = {} if printed is None else printed
+            return Ending(
+                "done", said=printed if isinstance(printed, Mapping) else {"reward": printed}
+            )
 
         return await within(self.max_seconds, solve(), Ending("timeout"))

@@ -52,13 +52,13 @@ class History:
         """
         nodes = self._known(chat)[: len(chat.said) - 1]
         places = (p for p in reversed(range(len(nodes))) if form.key in nodes[p].answers)
-        place = next(places, None)
-        if place is None:
+        node = next(places, None)
+        if node is None:
             return form.prompt(chat.said)
-        call = nodes[place].answers[form.key]
+        call = nodes[node].answers[form.key]
         row = self._rollout.rows[call.row]
         wrote = row.token_ids[call.start : call.stop]
-        added, further = form.suffix(wrote, chat.said[place].message, chat.said[place + 1 :])
+        added, further = form.suffix(wrote, chat.said[node].message, chat.said[node + 1 :])
         token_ids = [*row.prompt_ids, *islice(row.token_ids, call.stop)]
         end = len(token_ids)
         placed = [one for one in row.placed if one.start < end]

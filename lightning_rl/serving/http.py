@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_rl.run.files.strict_json import loads
-from lightning_rl.serving.door import Door
+from lightning_rl.serving.api_format import ApiFormat
 from lightning_rl.serving.errors import RequestError
 
 Receive = Callable[[], Coroutine[Any, Any, MutableMapping[str, Any]]]
@@ -38,12 +38,12 @@ def json_reply(value: Any) -> Response:
     return Response(json.dumps(value, ensure_ascii=False).encode())
 
 
-def refusal(door: Door, error: RequestError) -> Response:
+def refusal(api_format: ApiFormat, error: RequestError) -> Response:
     """Return the response for an error, in the format of the API.
 
     It closes the connection of a client without a valid key, or whose body was not read completely.
     """
-    reply = json_reply(door.error(error))
+    reply = json_reply(api_format.error(error))
     reply.status, reply.headers = error.status, (_NO_RETRY,)
     if error.status in (401, 413):
         reply.headers += ((b"connection", b"close"),)

@@ -206,8 +206,8 @@ def _keep(
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-program, signal.SIGKILL)  # its group at once, which cannot fork meanwhile
     status = kept.end_all(program)
-    said = os.read(trouble, 65536).decode(errors="replace")
-    _tell(control, {"status": status, "asked": asked, "error": said})
+    printed = os.read(trouble, 65536).decode(errors="replace")
+    _tell(control, {"status": status, "asked": asked, "error": printed})
     os._exit(0)
 
 
@@ -259,8 +259,8 @@ def _become(
         kept.die_with_parent()
         if os.getppid() != keeper:
             os._exit(0)
-        for place, file in enumerate(files):
-            os.dup2(file, place)
+        for index, file in enumerate(files):
+            os.dup2(file, index)
             os.close(file)
         os.chdir(wanted["cwd"])
         _limit(wanted["memory_bytes"])

@@ -8,14 +8,20 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
+from lightning_rl.serving.api_format import (
+    OpenAIFormat,
+    pieces,
+    read_count,
+    read_wanted,
+    token_ids_of,
+)
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms
-from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.errors import RequestError
 from lightning_rl.serving.fields import Fields, wrong_value
 from lightning_rl.serving.settings import answer_form, asked_sampling
 
 
-class ChatDoor(OpenAIDoor):
+class ChatCompletionsFormat(OpenAIFormat):
     """Serves ``/v1/chat/completions``."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -79,8 +85,8 @@ _LIMIT = "max_completion_tokens"
 
 def _refuse(fields: Fields) -> None:
     """Refuse fields that would change an answer and are not supported."""
-    own = "the engine tells the logprob of the sampled token only; logprobs: true gives it"
-    fields.refuse("top_logprobs", own, 0)
+    reason = "the engine tells the logprob of the sampled token only; logprobs: true gives it"
+    fields.refuse("top_logprobs", reason, 0)
     fields.refuse("logit_bias", "its tokens could not be scored", {})
     fields.refuse("functions", "use tools", [])
     fields.refuse("function_call", "use tool_choice")
@@ -162,6 +168,6 @@ def _logprobs(ask: Ask, answer: Answer) -> Message:
     completion = answer.completion
     for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
         text = str(ask.form.tokenizer.decode([token]))
-        told = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append({**told, "top_logprobs": []})
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append({**entry, "top_logprobs": []})
     return {"content": content, "refusal": None}

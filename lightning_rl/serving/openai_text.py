@@ -7,15 +7,21 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
+from lightning_rl.serving.api_format import (
+    OpenAIFormat,
+    pieces,
+    read_count,
+    read_wanted,
+    token_ids_of,
+)
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms
-from lightning_rl.serving.door import OpenAIDoor, pieces, read_count, read_wanted, token_ids_of
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.settings import answer_form, asked_sampling
 from lightning_rl.vision.reader import encode
 
 
-class TextDoor(OpenAIDoor):
+class CompletionsFormat(OpenAIFormat):
     """Serves ``/v1/completions``."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
@@ -32,8 +38,8 @@ class TextDoor(OpenAIDoor):
         fields.refuse("suffix", "the model reads what comes before only", "")
         fields.refuse("best_of", "use n, and choose", 1, fields.body.get("n"))
         fields.refuse("logit_bias", "its tokens could not be scored", {})
-        own = "the engine tells the logprob of the sampled token only; logprobs: 0 gives it"
-        fields.refuse("logprobs", own, 0)
+        reason = "the engine tells the logprob of the sampled token only; logprobs: 0 gives it"
+        fields.refuse("logprobs", reason, 0)
         form = answer_form(fields)
         sampling = asked_sampling(fields, terms, "max_tokens", structured_outputs=form)
         wanted = read_wanted(fields) | {"logprobs": fields.body.get("logprobs") is not None}

@@ -176,8 +176,8 @@ class ProgramAgent(SessionAgent):
         require_set(self.pass_env)
         program = self.command[0]
         # A path is the program's own directory's, a name its PATH's.
-        place = os.path.join(self.cwd or ".", program) if os.sep in program else program
-        if shutil.which(place, path=self._environment().get("PATH")) is None:
+        path = os.path.join(self.cwd or ".", program) if os.sep in program else program
+        if shutil.which(path, path=self._environment().get("PATH")) is None:
             raise ConfigError(
                 f"command {program!r} is not an executable program; give its path, or install it"
             )
@@ -224,10 +224,10 @@ class ScriptAgent(ProgramAgent):
         return f"script {self.script!r}"
 
     def configure(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        place = Path(self.cwd or ".") / self.script
-        if not place.is_file():
+        path = Path(self.cwd or ".") / self.script
+        if not path.is_file():
             raise ConfigError(
-                f"script={self.script!r} is not a file (looked for {place}); correct the path"
+                f"script={self.script!r} is not a file (looked for {path}); correct the path"
             )
         super().configure(tokenizer)
 

@@ -211,8 +211,8 @@ class Program:
             return Ending("exit", f"could not be started: {answer['error']}")
         if (status := os.waitstatus_to_exitcode(answer["status"])) == 0:
             return Ending("done")
-        said = last_lines(self.stderr, _REASON_LINES)
-        return Ending("killed" if status < 0 else "exit", f"{ending(status)}{said}")
+        printed = last_lines(self.stderr, _REASON_LINES)
+        return Ending("killed" if status < 0 else "exit", f"{ending(status)}{printed}")
 
     async def end(self) -> None:
         """End the program and everything it started, unless it has ended."""
@@ -240,10 +240,10 @@ class Program:
         """Return the keeper's next message; None if the keeper is gone."""
         assert self._keeper is not None
         try:
-            said = await asyncio.get_running_loop().sock_recv(self._keeper, 1 << 18)
+            message = await asyncio.get_running_loop().sock_recv(self._keeper, 1 << 18)
         except ConnectionResetError:
             return None
-        return json.loads(said) if said else None
+        return json.loads(message) if message else None
 
     def _take_out(self, data: bytes) -> None:
         self.stdout += data

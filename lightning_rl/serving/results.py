@@ -36,11 +36,11 @@ def last_result(output: bytes) -> dict[str, Any]:
         if not line.lstrip().startswith(b"{"):
             continue
         try:
-            said = json.loads(line, parse_int=_whole)
+            value = json.loads(line, parse_int=_whole)
         except (ValueError, RecursionError):
             continue
-        if isinstance(said, dict) and not said.keys().isdisjoint(RESULT_KEYS):
-            return said
+        if isinstance(value, dict) and not value.keys().isdisjoint(RESULT_KEYS):
+            return value
     return {}
 
 

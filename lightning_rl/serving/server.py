@@ -22,7 +22,7 @@ from lightning_rl.serving.chat_format import ChatFormats
 from lightning_rl.serving.connections import with_deadlines
 from lightning_rl.serving.limits import RequestLimits
 from lightning_rl.serving.session import Session
-from lightning_rl.serving.strangers_template import RendererApart
+from lightning_rl.serving.untrusted_template import RendererApart
 
 _KEEP_ALIVE_S = 3600
 """Seconds to keep idle connections: closing one that is being reused looks like a failure."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lightning_rl.agents.episode import Episode
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, seed_of
 from lightning_rl.errors import (
@@ -24,7 +24,7 @@ from lightning_rl.serving.chats import RequestChat
 from lightning_rl.serving.errors import RequestError, session_over
 from lightning_rl.serving.history import History
 from lightning_rl.serving.messages import said
-from lightning_rl.serving.openai_chat import ChatDoor
+from lightning_rl.serving.openai_chat import ChatCompletionsFormat
 
 T = TypeVar("T")
 _LONGEST_NAME = 200
@@ -87,7 +87,7 @@ class Session:
             RequestError: if the endpoint would answer with an error.
         """
         body = {"messages": list(messages), **fields, "n": 1}
-        ask = await self.prepare(lambda: ChatDoor().read(body, self.terms))
+        ask = await self.prepare(lambda: ChatCompletionsFormat().read(body, self.terms))
         return (await self.answer(ask))[0]
 
     async def prepare(self, read: Callable[[], Ask]) -> Ask:
@@ -156,9 +156,12 @@ class Session:
                 raise session_over() from None
             raise
         finally:
-            self._answering.discard(task)
-            if self._closed and not self._answering:
-                self._idle.set()
+            self._leave(task)
+
+    def _leave(self, task: asyncio.Task[Any]) -> None:
+        self._answering.discard(task)
+        if self._closed and not self._answering:
+            self._idle.set()
 
     def undelivered(self, ask: Ask, answers: Sequence[Answer]) -> None:
         """Note answers that were not delivered: a repetition gets them, or they are dropped."""
@@ -249,7 +252,7 @@ class Session:
         """Return the model's turn as a message, and the stop string that ended it, if any."""
         if ask.form is None:
             tokenizer = self.terms.formats.tokenizer
-            said = ends_of(tokenizer).cut(completion.token_ids)
+            said = end_tokens_of(tokenizer).cut(completion.token_ids)
             text = str(tokenizer.decode(said, skip_special_tokens=True))
             text, ended_by = until_stop(text, ask.sampling.stop)
             return {"role": "assistant", "content": text}, ended_by

@@ -132,9 +132,9 @@ def seen_apart(
         adapters: the adapters as they arrived, in float32.
         dtype: the engine's dtype.
     """
-    found = dict(held) | digests((name, factor.float()) for name, factor in adapters.items())
+    result = dict(held) | digests((name, factor.float()) for name, factor in adapters.items())
     for name, weight in base.items():
         if (whole := merge(name, weight, adapters)) is not weight and name in held:
             same = digest(whole.to(dtype)) == held[name]
-            found[name] = digest(weight.to(dtype)) if same else held[name]
-    return found
+            result[name] = digest(weight.to(dtype)) if same else held[name]
+    return result

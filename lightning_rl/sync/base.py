@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine, drives_engine
 from lightning_rl.engines.lora import divide
-from lightning_rl.engines.push import Holdings, Push
+from lightning_rl.engines.push import HeldDigests, Push
 from lightning_rl.errors import ConfigError, WrongWeightsError
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.adapters import merged, seen_apart, weights_apart
@@ -79,9 +79,9 @@ class WeightTransport(ABC):
             WeightSyncError: if the engine does not take them.
         """
 
-    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, engine: Engine, names: Sequence[str]) -> list[HeldDigests]:
         """Return what the engine's processes hold under these names of a push."""
-        return engine.holdings(names)
+        return engine.held_digests(names)
 
     def close(self) -> None:
         """Disconnect from the engine."""
@@ -131,7 +131,7 @@ def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> in
         WrongWeightsError: if not; the engine then has no valid version until the next push.
     """
     try:
-        return sent.require_held(lambda names: transport.holdings(engine, names))
+        return sent.require_held(lambda names: transport.held_digests(engine, names))
     except WrongWeightsError:
         engine.version = -1
         raise
@@ -159,7 +159,7 @@ class InProcess(WeightTransport):
         engine = self.engine
         if engine.takes_adapters:
             return weights_apart(policy, drives_engine(engine) and engine.lacks_base)
-        kept = engine.keeps_left_out and self.passage is None  # what is staged is whole
+        kept = engine.keeps_skipped_weights and self.passage is None  # what is staged is whole
         holds = kept and engine.version == self._pushed
         return self._frozen.weights_of(policy, drives_engine(engine) and not holds)
 
@@ -189,9 +189,9 @@ class MergedInProcess(InProcess):
         self._adapters = dict(self.passed(adapters.items(), version))
         self.engine.load_weights(merged(self._base, self._adapters.items()), version)
 
-    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, engine: Engine, names: Sequence[str]) -> list[HeldDigests]:
         dtype = getattr(torch, engine.dtype)
         return [
             replace(held, digests=seen_apart(held.digests, self._base, self._adapters, dtype))
-            for held in engine.holdings(names)
+            for held in engine.held_digests(names)
         ]

@@ -69,8 +69,8 @@ class ReplicaClient:
         """Connect; in a group, each replica's workers follow those of the previous replica."""
         infos, rank = [], 1
         for replica in self.replicas:
-            place = {"rank_offset": rank} if "rank_offset" in init_info else {}
-            infos.append(init_info | place)
+            arguments = {"rank_offset": rank} if "rank_offset" in init_info else {}
+            infos.append(init_info | arguments)
             rank += replica.workers
         try:
             self._all(
@@ -90,9 +90,9 @@ class ReplicaClient:
         info = dict(update_info)
         if (handles := info.pop("ipc_handles", None)) is not None:  # JSON has no bytes
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        told = {name: value for name, value in info.items() if value is not None}
+        arguments = {name: value for name, value in info.items() if value is not None}
         self._all(
-            replica.transfer("update_weights", self.timeout_s, update_info=told)
+            replica.transfer("update_weights", self.timeout_s, update_info=arguments)
             for replica in self.replicas
         )
 

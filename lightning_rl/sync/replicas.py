@@ -164,7 +164,9 @@ class ReplicaPush(WeightTransport):
                 raise
             for filled in left:
                 if self._sent is not None:
-                    self._sent.require_held(lambda names: self.engine.holdings_of([replica], names))
+                    self._sent.require_held(
+                        lambda names: self.engine.held_digests_of([replica], names)
+                    )
                 filled.version = version
 
     def close(self) -> None:

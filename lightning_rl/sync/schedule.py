@@ -64,7 +64,7 @@ class SyncState:
         """Measure the mean KL per token, in nats, from the engine's weights to the policy's.
 
         It takes one forward pass over the tokens of the last trained batch that the engine
-        generated with its present weights. Where a collector works ahead, the batches after a push
+        generated with its present weights. Where a collector prefetches, the batches after a push
         have none: then it is over the first of them, which takes another pass, before it is
         trained; each token is weighted by how much likelier the engine's weights make it than those
         that wrote it. nan only if this is the first time that a schedule asks. With several

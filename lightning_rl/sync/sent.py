@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.lora import is_adapter
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.errors import WrongWeightsError
 from lightning_rl.run.digest import Digester
 
@@ -58,7 +58,7 @@ class SentWeights:
                 self._before = self.version, self.digests
             self.version, self.digests = version, self.digests | digester.digests()
 
-    def require_held(self, ask: Callable[[Sequence[str]], list[Holdings]]) -> int:
+    def require_held(self, ask: Callable[[Sequence[str]], list[HeldDigests]]) -> int:
         """Check that an engine holds what it was sent; return how many tensors were compared.
 
         Args:
@@ -71,32 +71,32 @@ class SentWeights:
         with self._clock("digests"):
             everyone = ask(list(self.digests))
             compared = 0
-            for holdings in everyone:
-                held = holdings.digests
+            for held_digests in everyone:
+                held = held_digests.digests
                 wrong = [n for n, sent in self.digests.items() if held.get(n, sent) != sent]
                 if wrong:
-                    raise self._error(holdings, wrong)
+                    raise self._error(held_digests, wrong)
                 compared += len(self.digests.keys() & held.keys())
             self._say_what_is_unread(everyone)
         return compared
 
-    def _error(self, holdings: Holdings, wrong: list[str]) -> WrongWeightsError:
+    def _error(self, held_digests: HeldDigests, wrong: list[str]) -> WrongWeightsError:
         name, others = wrong[0], f" and {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        held, (version, before) = holdings.digests[name], self._before
+        held, (version, before) = held_digests.digests[name], self._before
         instead = "matches no weight sent"
         if held == before.get(name):
             instead = f"is that of version {version}"
         elif same := [n for n, sent in self.digests.items() if sent == held]:
             instead = f"is that of {same[0]!r}"
         return WrongWeightsError(
-            f"after the push of version {self.version}, {holdings.holder} holds another {name!r}"
-            f"{others} than was sent: digest {held}, not {self.digests[name]}, {instead}. No "
-            "token was sampled from it. Resume the run to push again; if that fails too, try "
+            f"after the push of version {self.version}, {held_digests.holder} holds another "
+            f"{name!r}{others} than was sent: digest {held}, not {self.digests[name]}, {instead}. "
+            "No token was sampled from it. Resume the run to push again; if that fails too, try "
             "another transport or engine. If every push fails, the engine may store this model's "
             "weights in another order: WeightSync(digests=False) leaves the check to the probe"
         )
 
-    def _say_what_is_unread(self, everyone: list[Holdings]) -> None:
+    def _say_what_is_unread(self, everyone: list[HeldDigests]) -> None:
         """Warn once per reason about tensors that cannot be compared."""
         unread = (h.unread[name] for h in everyone for name in h.unread.keys() - h.digests.keys())
         reasons = Counter(unread)

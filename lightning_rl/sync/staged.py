@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.engines.base import Engine
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import Replica
 from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
@@ -133,8 +133,8 @@ class StagedTransport(WeightTransport):
     def push(self, weights: Weights, version: int) -> None:
         self.route.push(weights, version)
 
-    def holdings(self, engine: Engine, names: Sequence[str]) -> list[Holdings]:
-        return self.route.holdings(engine, names)
+    def held_digests(self, engine: Engine, names: Sequence[str]) -> list[HeldDigests]:
+        return self.route.held_digests(engine, names)
 
     def close(self) -> None:
         if self._route is not None:
@@ -167,8 +167,8 @@ class StagedTransport(WeightTransport):
                 f"backend: {engine.transfer_backend}; leave that out, or use NCCLTransport or "
                 "IPCTransport"
             )
-        place, _, name = self._other_end().partition(".")
-        if place == "__main__" or "<locals>" in name:
+        module, _, name = self._other_end().partition(".")
+        if module == "__main__" or "<locals>" in name:
             raise ConfigError(
                 f"the engine's processes need to import {type(self).__name__}, which they cannot "
                 "from a function or from the script that runs; move it to a module"

@@ -31,7 +31,7 @@ from lightning_rl.engines.vllm.cpu import (
     use_cpu_kernels,
 )
 from lightning_rl.engines.vllm.forms import require_all_loaded, without_head
-from lightning_rl.engines.vllm.held import held_weights, watch_conversions
+from lightning_rl.engines.vllm.held_digests import held_weights, watch_conversions
 from lightning_rl.engines.vllm.lora import PolicyAdapter, keep_apart, policy_adapter
 from lightning_rl.engines.vllm.process import last_line
 from lightning_rl.errors import WeightSyncError
@@ -163,8 +163,8 @@ def _raisable(error: Exception) -> Exception:
     """Return an error whose text names its class, as only the text reaches the trainer."""
     ours = isinstance(error, WeightSyncError)
     kind = type(error).__name__ if ours else WeightSyncError.__name__
-    told = str(error) if ours else f"vLLM does not take these weights: {last_line(error)}"
-    return RuntimeError(f"{kind}: {told}".replace('"', "'"))
+    message = str(error) if ours else f"vLLM does not take these weights: {last_line(error)}"
+    return RuntimeError(f"{kind}: {message}".replace('"', "'"))
 
 
 # It warns of each layer that a push leaves as it is; what a push lacks, require_all_loaded names.

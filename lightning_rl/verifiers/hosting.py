@@ -61,9 +61,9 @@ class Hosting:
 
     def recipe(self) -> str:
         """Return the commands that create a virtual environment for it."""
-        place = str(Path(self.program).parents[1])
+        folder = str(Path(self.program).parents[1])
         return (
-            f"`uv venv {place} && uv pip install --compile-bytecode --python {place} "
+            f"`uv venv {folder} && uv pip install --compile-bytecode --python {folder} "
             "'verifiers>=0.4' PACKAGE`, where PACKAGE is the environment's"
         )
 

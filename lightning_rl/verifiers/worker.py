@@ -74,21 +74,21 @@ class Worker:
         assert process.stdout is not None
         try:
             self._send(self.hosting.configuration())
-            said = await asyncio.wait_for(self._first(process.stdout), _START_S)
+            answer = await asyncio.wait_for(self._first(process.stdout), _START_S)
         except TimeoutError:
-            said = {"refused": f"it did not start within {_START_S:g} s"}
+            answer = {"refused": f"it did not start within {_START_S:g} s"}
         except BaseException:
             await self.close()
             raise
-        if "refused" in said:
+        if "refused" in answer:
             await self.close()
-            why = str(said["refused"])
+            why = str(answer["refused"])
             if "No module named 'verifiers'" in why or "PackageNotFoundError" in why:
                 why = f"verifiers is not installed there; {self.hosting.recipe()}"
             raise ConfigError(
                 f"environment {self.hosting.environment!r} under {self.hosting.program}: {why}"
             )
-        self.seats = said["seats"]
+        self.seats = answer["seats"]
         self._reading = asyncio.create_task(self._read(process.stdout))
 
     async def _first(self, answers: asyncio.StreamReader) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class Worker:
         try:
             if not (line := await answers.readline()):
                 return {"refused": await self._end_told()}
-            said = _object(line)
+            answer = _object(line)
         except ValueError as error:
             return {"refused": _WRONG.format(error)}
-        seats = said.get("seats")
-        if "refused" not in said and not (isinstance(seats, list) and seats):
+        seats = answer.get("seats")
+        if "refused" not in answer and not (isinstance(seats, list) and seats):
             return {"refused": _WRONG.format(f"no seats in {line!r:.200}")}
-        return said
+        return answer
 
     async def ask(self, **order: Any) -> dict[str, Any]:
         """Send an order, and return its answer.
@@ -201,9 +201,9 @@ class Worker:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        said = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{line!r:.200} is not valid JSON ({error})") from error
-    if not isinstance(said, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{line!r:.200} is not a JSON object")
-    return said
+    return value

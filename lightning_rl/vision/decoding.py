@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lightning_rl.vision.embedding import as_position_ids, picture_inputs
 from lightning_rl.vision.families import Family, Features, Prepared
-from lightning_rl.vision.seen import SeenText
+from lightning_rl.vision.pictured_text import PicturedText
 
 KEPT_PLACEHOLDERS = 1 << 16
 """Maximum placeholders of the pictures whose features are cached, least recently used out first."""
@@ -55,7 +55,7 @@ class SeenOnce:
 def seeing_inputs(
     tower: SeenOnce,
     lm: PreTrainedModel,
-    seen: Sequence[SeenText | None],
+    seen: Sequence[PicturedText | None],
     input_ids: Tensor,
     position_ids: Tensor,
     **others: Any,
@@ -81,7 +81,9 @@ def seeing_inputs(
     }
 
 
-def _shown(seen: Sequence[SeenText | None], index: Tensor) -> tuple[Tensor, Tensor, list[Prepared]]:
+def _shown(
+    seen: Sequence[PicturedText | None], index: Tensor
+) -> tuple[Tensor, Tensor, list[Prepared]]:
     """Return the picture and the part of it that each token sees, (N, T), and all pictures once."""
     picture, part = torch.full_like(index, -1), torch.zeros_like(index)
     numbers: dict[Prepared, int] = {}

@@ -61,18 +61,20 @@ def _untouched(embedded: Tensor, family: Family, lm: PreTrainedModel, blank: Pre
     return embedded + (0.0 * total).to(embedded.dtype)
 
 
-def scored_states(reader: PictureReader, lm: PreTrainedModel, pack: TensorDict, layout: Any) -> Any:
-    """Return the body's last hidden states (S, D) of a pack, with or without pictures.
+def scored_states(
+    reader: PictureReader, lm: PreTrainedModel, micro_batch: TensorDict, layout: Any
+) -> Any:
+    """Return the body's last hidden states (S, D) of a micro-batch, with or without pictures.
 
-    ``layout`` has the S ``tokens`` of the pack to compute, and is passed to the attention. With
-    several ranks, each runs the tower once per pack even without pictures, because the ranks gather
-    its weights, or average its gradient, together.
+    ``layout`` has the S ``tokens`` of the micro-batch to compute, and is passed to the attention.
+    With several ranks, each runs the tower once per micro-batch even without pictures, because the
+    ranks gather its weights, or average its gradient, together.
     """
-    tokens, family = pack["tokens"], reader.family
+    tokens, family = micro_batch["tokens"], reader.family
     if "picture" in tokens:
         picture, part = (tokens[name][layout.tokens][None].cpu() for name in ("picture", "part"))
         positions = torch.stack([tokens[name][layout.tokens] for name in position_names(reader)])
-        all_pictures = pictures_in(pack[NAME])
+        all_pictures = pictures_in(micro_batch[NAME])
     else:
         picture = torch.full((1, len(layout.tokens)), -1, device="cpu")
         part, positions = picture, layout.position_ids.expand(family.axes, -1)

@@ -46,12 +46,12 @@ async def _within_time(url: str, limits: PictureLimits, access: PictureAccess) -
 
 async def _followed(url: str, limits: PictureLimits, access: PictureAccess) -> bytes:
     """Follow redirects here, to check each: it may lead to a host that the URL may not name."""
-    place = url
+    target = url
     for _ in range(_MOST_REDIRECTS + 1):
-        found = await _asked(place, limits, access)
-        if isinstance(found, bytes):
-            return found
-        place = urljoin(place, found)
+        result = await _asked(target, limits, access)
+        if isinstance(result, bytes):
+            return result
+        target = urljoin(target, result)
     raise PictureError(
         f"{shown_url(url)} redirects more than {_MOST_REDIRECTS} times; name the final address"
     )
@@ -121,12 +121,10 @@ def _host(url: str) -> str:
 
 
 def _refused(name: str, status: int, reason: str | None) -> str:
-    said = f"{name} answered {status} {one_line(reason or '', 40)}".rstrip()
+    why = f"{name} answered {status} {one_line(reason or '', 40)}".rstrip()
     if status in _WANTS_KEY:
-        return (
-            f"{said}: it requires a key, and none is sent; download the picture and name its file"
-        )
-    return f"{said}; correct the address, or download the picture and name its file"
+        return f"{why}: it requires a key, and none is sent; download the picture and name its file"
+    return f"{why}; correct the address, or download the picture and name its file"
 
 
 def _public(host: str, found: tuple) -> socket.socket:

@@ -65,8 +65,8 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
     Raises:
         PictureError: if there are more places than pictures, or the reverse.
     """
-    places = sum(_is_place(part) for message in messages for part in _parts(message))
-    if not places and sources:
+    expected = sum(_is_place(part) for message in messages for part in _parts(message))
+    if not expected and sources:
         first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), 0)
         opened = [{"type": "image"}] * len(sources)
         changed = [dict(message) for message in messages]
@@ -74,9 +74,9 @@ def with_sources(messages: Sequence[Message], sources: Sequence[Any]) -> list[Me
         rest = text if isinstance(text, list) else [{"type": "text", "text": text}]
         changed[first]["content"] = [*opened, *rest]
         return with_sources(changed, sources)
-    if places != len(sources):
+    if expected != len(sources):
         raise PictureError(
-            f"{len(sources)} pictures are given, but the chat has {places} places "
+            f"{len(sources)} pictures are given, but the chat has {expected} places "
             '{"type": "image"}; give one picture for each place'
         )
     left = iter(sources)

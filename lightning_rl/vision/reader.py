@@ -21,8 +21,8 @@ from lightning_rl.vision.families import Family, Prepared
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.llava import Llava
 from lightning_rl.vision.loading import decode, load_picture
+from lightning_rl.vision.pictured_text import PicturedText
 from lightning_rl.vision.qwen import Qwen3VL, Qwen25VL
-from lightning_rl.vision.seen import SeenText
 
 FAMILIES: tuple[type[Family], ...] = (Qwen25VL, Qwen3VL, Llava)
 KEPT_BYTES = 1 << 30
@@ -150,7 +150,7 @@ class PictureReader:
                 ids.append(one)
         return ids, places
 
-    def seen(self, token_ids: Sequence[int], placed: Sequence[Placed]) -> SeenText:
+    def seen(self, token_ids: Sequence[int], placed: Sequence[Placed]) -> PicturedText:
         """Return what each token of a text sees, and the tokens' positions.
 
         Raises:
@@ -159,7 +159,7 @@ class PictureReader:
         prepared = [self.prepare(picture) for _, picture in placed]
         family = self.family
         with torch.device("cpu"):
-            return SeenText(token_ids, placed, prepared, family.placeholder, family.axes)
+            return PicturedText(token_ids, placed, prepared, family.placeholder, family.axes)
 
 
 def load_reader(

@@ -195,7 +195,7 @@ def test_adapters_are_trained_alone_and_merged(model, tmp_path, random_rollouts,
 
 @pytest.mark.parametrize("scale", [0.02, 0.001])
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_pack_that_leaks_is_found_however_small_the_weights(name, scale, tmp_path):
+def test_a_micro_batch_that_leaks_is_found_however_small_the_weights(name, scale, tmp_path):
     """0.02 is what transformers initialises most models by."""
     one = ARCHITECTURES[name]
     small = replace(one, sizes=one.sizes | {"initializer_range": scale})

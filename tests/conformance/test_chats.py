@@ -14,7 +14,7 @@ from lightning_rl.agents.base import Reply, SingleTurn, new_rollouts
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.agents.templates import TurnTemplate
 from lightning_rl.agents.tools import ToolAgent
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.supervised import supervised_rollout
@@ -120,7 +120,7 @@ def played(agent, tokenizer, prompt, *turns):
 
 
 def test_ends_and_beginnings_are_the_familys(chats, tokenizer):
-    ends = ends_of(tokenizer)
+    ends = end_tokens_of(tokenizer)
     assert set(tokenizer.convert_ids_to_tokens([*ends.token_ids])) == set(chats.ends)
     assert tokenizer.convert_ids_to_tokens(ends.turn) == chats.ends[-1]
     begin = [] if chats.begin is None else [tokenizer.convert_tokens_to_ids(chats.begin)]
@@ -180,7 +180,7 @@ def test_turns_grown_token_by_token_are_the_whole_chat(chats, tokenizer, cut):
         whole = by_template(tokenizer, opened, opened=True)
         assert tokens[: len(before)] == before
         assert tokens[len(before) : -len(last)] == whole[-(len(tokens) - len(before) - len(last)) :]
-    ends = ends_of(tokenizer).token_ids
+    ends = end_tokens_of(tokenizer).token_ids
     assert not any(a in ends and b in ends for a, b in pairwise(tokens))
 
 

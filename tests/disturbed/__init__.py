@@ -7,9 +7,9 @@ matrix products, reductions and transcendental functions moved by as much as rea
 and reports how far each numerical assertion is from failing (``margins.py``).
 
 A test that fails so compares what rounding decides. Tokens that are drawn, or the likeliest ones,
-are not to be compared between two layouts (two processes and one, other packs or minibatches,
-sharded weights, another engine): let them be drawn by lot (``tests/support/lots.py``), or compute
-in float64. For numbers there are bounds (``tests/support/tolerances.py``).
+are not to be compared between two layouts (two processes and one, other micro-batches or
+minibatches, sharded weights, another engine): let them be drawn by lot (``tests/support/lots.py``),
+or compute in float64. For numbers there are bounds (``tests/support/tolerances.py``).
 """
 
 from pathlib import Path

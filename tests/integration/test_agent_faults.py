@@ -6,9 +6,9 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.callbacks import Evaluate, RolloutRecorder, RunReport, WeightSync
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.partial import PartialCollector, TailBatchingCollector
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.errors import AgentError, RunInterrupted
 from lightning_rl.rollout import Rollout
 from tests.support.small_run import data_module, grpo, trainer_of

@@ -29,9 +29,9 @@ from lightning_rl.callbacks import (
     StepTimer,
     WeightSync,
 )
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector
+from lightning_rl.collect.partial import PartialCollector
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import IterablePrompts

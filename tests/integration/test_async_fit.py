@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_rl.callbacks import RLCallback, RunReport, WeightSync
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import (
+from lightning_rl.collect.partial import (
     PartialCollector,
 )
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.engines.base import RunState

@@ -3,8 +3,8 @@
 import pytest
 
 from lightning_rl.callbacks import Evaluate, RunReport, WeightSync
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.extend import batch_reward
 from tests.support.small_run import data_module, grpo, share_of_sevens, trainer_of
 

@@ -36,7 +36,7 @@ def test_all_is_checked_and_nothing_written(workplace, capsys):
     assert "prompts: 12 of 12 are short enough, mean 3.0 tokens, longest 3" in said
     assert "4 prompts x group_size 2 = 8 rollouts per iteration, at most 56 tokens" in said
     # Each group has 3 prompt tokens once, and 2 x 4 of completions.
-    assert "1 minibatch of 4 groups or fewer, in 1 pack of 44 tokens or fewer each" in said
+    assert "1 minibatch of 4 groups or fewer, in 1 micro-batch of 44 tokens or fewer each" in said
     assert "schedule ends after total_steps=9 optimizer steps, but the run after 1;" in said
     assert "engine and trainer agree to" in said
     assert said.count("'30=' -> ") == 2
@@ -194,7 +194,7 @@ def test_gpus_share_a_model_as_it_fits_them(workplace, capsys):
 
 @pytest.mark.slow
 def test_more_gpus_than_heads_share_a_rollout_if_it_takes_them(workplace, capsys):
-    """The tiny model has two heads. With two GPUs for a pack each needs 37 MiB, with four 21."""
+    """The tiny model has two heads. Of two GPUs for a micro-batch each needs 37 MiB, of four 21."""
     long = ["--data.sampling.max_tokens", "4000"]
     assert (
         main(["check", "--config", "good.yaml", *long, "--gpus", "4", "--gpu_memory_gb", "0.03"])

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.slow  # compiling takes minutes
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_a_compiled_module_trains_the_same_whatever_the_pack(
+def test_a_compiled_module_trains_the_same_whatever_the_micro_batch(
     tiny_model, train_on, random_batch, recomputes
 ):
-    """The packs have several sizes; scoring without gradient and a reference are included.
+    """The micro-batches have several sizes; scoring without gradient and a reference are included.
 
     Compiled layers run again in backward, too.
     """
@@ -65,7 +65,8 @@ def test_a_compiled_mixture_trains_the_same(tmp_path, train_on, random_batch):
 
 
 def test_layers_whose_attention_is_fused_are_compiled_whole(tiny_model, random_batch, monkeypatch):
-    """A layer compiles without a graph break, as on a GPU, and two packs' graphs serve any."""
+    """A layer compiles without a graph break, as on a GPU, and two micro-batches' graphs serve
+    any."""
     monkeypatch.setattr(attention, "fused_dtype", lambda lm, device: lm.dtype)
     for module in (attention, varlen):
         monkeypatch.setattr(module, "fused_kernel", lambda: traced_varlen)
@@ -75,10 +76,10 @@ def test_layers_whose_attention_is_fused_are_compiled_whole(tiny_model, random_b
         counters.clear()
         graphs = []
         for seed in range(3):
-            pack = random_batch(seed, groups=2 + seed)
+            micro_batch = random_batch(seed, groups=2 + seed)
             with torch.no_grad():
-                found.append(policy(pack).logprobs)
-            scores = policy(pack)
+                found.append(policy(micro_batch).logprobs)
+            scores = policy(micro_batch)
             (scores.logprobs.sum() + scores.entropy.sum()).backward()
             graphs[:] = [*graphs[-1:], counters["stats"]["unique_graphs"]]
         found.append(torch.cat([p.grad.flatten() for p in policy.lm.parameters()]))

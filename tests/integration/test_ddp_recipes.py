@@ -108,7 +108,7 @@ def test_the_recipe_on_two_processes_with_one_server(tiny_model, tmp_path, promp
         assert row["rollout/completed"] == 16
         assert row["sync/probe_gap"] < 1e-3
         assert row["policy/grad_norm"] > 0
-    # What works ahead goes on with new weights in mid-rollout, which then two versions wrote.
+    # What prefetches goes on with new weights in mid-rollout, which then two versions wrote.
     assert rows[1]["rollout/logprob_gap_max"] < 1e-3
 
 

@@ -110,7 +110,7 @@ def test_one_process_goes_on_where_two_stopped(one, two, names, strategy, done, 
 
 @slow
 def test_one_process_goes_on_with_what_two_were_generating(one, two):
-    """Working ahead, rollouts depend on time; but no prompt is lost or trained on twice."""
+    """Prefetching, rollouts depend on time; but no prompt is lost or trained on twice."""
     ranks = two("saved ahead", "ddp")
     path = at(ranks[0], 2)
     rest = one("saved stale_ahead", ckpt_path=path)

@@ -7,8 +7,8 @@ import torch
 
 from lightning_rl.agents.episode import Episode
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.pipeline import RolloutPipeline
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.base import logprob_tolerance

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_rl.callbacks import Evaluate, RLCallback, RunReport, WeightSync
-from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.files.rundir import run_dir
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule

@@ -56,7 +56,8 @@ def engine(model, tmp_path_factory):
 
 
 class Recorded(PolicyLoss):
-    """A REINFORCE that notes every pack's log ratios, to the old policy and to the engine."""
+    """A REINFORCE that notes every micro-batch's log ratios, to the old policy and to the
+    engine."""
 
     def __init__(self) -> None:
         self.to_old: list[torch.Tensor] = []
@@ -124,7 +125,7 @@ def test_the_first_minibatchs_ratios_are_one(model, engine, train_on, top_k, top
     with Doubled():
         train_on(module, batches)
 
-    assert len(loss.to_old) == 2  # a pack per minibatch
+    assert len(loss.to_old) == 2  # a micro-batch per minibatch
     bound = ratio_rounding(model, batches[0], sampling)
     for log_ratio, most in ((loss.to_old[0], EXACT), (loss.to_engine[0], bound)):
         assert len(log_ratio) >= 200

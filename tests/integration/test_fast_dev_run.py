@@ -34,7 +34,7 @@ def configuration(workplace):
             "--config",
             "full.yaml",
             *buffer,
-            "--model.update.trust_engine_logprobs",
+            "--model.update.use_rollout_logprobs",
             "true",
         ]
 

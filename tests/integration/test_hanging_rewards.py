@@ -23,7 +23,7 @@ from lightning_rl.callbacks import (
     WeightSync,
 )
 from lightning_rl.callbacks.stopping import StopWhenTold
-from lightning_rl.collect.ahead import AsyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import RunInterrupted, StalledError
 from lightning_rl.run.loop.background import require_awaited, run_async, runtime

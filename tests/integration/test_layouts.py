@@ -1,4 +1,4 @@
-"""Processes that share weights, packs, matrices or experts train as one, and go on as each other.
+"""Processes that share weights, micro-batches, matrices or experts train and go on as one.
 
 It takes minutes, as a run of each layout is compared with one of one process, and every kind of
 checkpoint is read by another layout.
@@ -120,8 +120,8 @@ def test_balance_and_replay_are_those_of_processes_with_all_experts(run):
         assert all(row["experts/load_entropy"] > 0 for row in ours["rows"][1:])
 
 
-def test_processes_that_share_packs_measure_their_experts(run):
-    """The packs are the same, whether one process computes their tokens, or two."""
+def test_processes_that_share_micro_batches_measure_their_experts(run):
+    """The micro-batches are the same, whether one process computes their tokens, or two."""
     for ours, theirs in zip(
         *(run("some", "", 2, layout) for layout in (SEQUENCE, {})), strict=True
     ):

@@ -23,7 +23,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.learn.recorded import OfflineDataModule
+from lightning_rl.learn.offline import OfflineDataModule
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -82,7 +82,7 @@ def path(tmp_path, recorded):
 def policy_module(tiny_model, **options) -> PolicyModule:
     options = {
         "optimizer": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.0),
-        "trust_engine_logprobs": True,
+        "use_rollout_logprobs": True,
         "seed": 7,
     } | options
     return PolicyModule(str(tiny_model), **grouped(**options))
@@ -153,7 +153,7 @@ def test_a_critic_needs_no_groups(tiny_model, tmp_path, recorded):
     file = open_rollouts(tmp_path / "single.jsonl")
     file.append(recorded[::4], 0)
     module = policy_module(
-        tiny_model, advantage=GAE(), critic=SharedValueHead(), trust_engine_logprobs=False,
+        tiny_model, advantage=GAE(), critic=SharedValueHead(), use_rollout_logprobs=False,
         correction=TokenTIS(),
     )  # fmt: skip
     fit(module, OfflineDataModule(str(file.path), 6), tmp_path)
@@ -273,7 +273,7 @@ def test_rollouts_of_another_tokenizer_are_refused(tiny_model, tmp_path, make_ro
 
 
 def test_uncorrected_training_warns(tiny_model, tmp_path, path):
-    module = policy_module(tiny_model, trust_engine_logprobs=False)
+    module = policy_module(tiny_model, use_rollout_logprobs=False)
     with pytest.warns(UserWarning, match="off-policy, but nothing corrects for it"):
         fit(module, OfflineDataModule(path, groups_per_iteration=6), tmp_path)
 

@@ -28,7 +28,7 @@ FIXED = Sampling(max_tokens=12, min_tokens=12, temperature=0.8)
 @pytest.fixture(scope="module")
 def local(skeleton):
     engine = VLLMLocal(max_model_len=128, kv_cache_gb=0.05, adapters="apart", dtype="float32")
-    engine.follow_lora(largest_rank(LoRA(rank=9)), lambda: None)
+    engine.configure_lora(largest_rank(LoRA(rank=9)), lambda: None)
     engine.start(skeleton)
     yield engine
     engine.close()

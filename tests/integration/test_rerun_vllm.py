@@ -90,7 +90,7 @@ AGENTS = {
 }
 BRANCHES = {
     "class_path": "Branching",
-    "init_args": {"at": {"class_path": "TheseCalls", "init_args": {"numbers": [2]}}},
+    "init_args": {"at": {"class_path": "FixedCalls", "init_args": {"numbers": [2]}}},
 }
 
 

@@ -16,13 +16,13 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl import AsyncCollector
-from lightning_rl.collect.ahead import OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import (
+from lightning_rl.collect.partial import (
     PartialCollector,
     PartialTailCollector,
     TailBatchingCollector,
 )
+from lightning_rl.collect.prefetch import OneStepOffCollector
 from lightning_rl.data.rollouts.store import RolloutStore
 from tests.support.architectures import UNPACKED, saved
 from tests.support.resumed import (

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RLCallback, WeightSync
 from lightning_rl.cli import main
 from lightning_rl.errors import ConfigError, NonFiniteWeightsError
-from lightning_rl.learn import auto_packs
+from lightning_rl.learn import auto_micro_batches
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.run.files import rundir as runlock
 from lightning_rl.run.files.checkpoint_io import newest_good, write_checkpoint
@@ -110,20 +110,24 @@ def test_what_is_allowed_holds_and_both_configurations_are_kept(run, capsys, cap
 def test_what_auto_was_settled_to_is_in_the_configuration(run, monkeypatch):
     """The made-up GPU has room for 3 MB, at 1 KB a token: 2,550 tokens."""
     shutil.rmtree(run)
-    monkeypatch.setattr(auto_packs, "free_bytes", lambda device: 3_000_000)
+    monkeypatch.setattr(auto_micro_batches, "free_bytes", lambda device: 3_000_000)
     monkeypatch.setattr(
-        auto_packs, "peak_bytes", lambda compute, pack, device: 1_000 * forward_tokens(pack)
+        auto_micro_batches,
+        "peak_bytes",
+        lambda compute, micro_batch, device: 1_000 * forward_tokens(micro_batch),
     )
-    auto = ("--model.update.max_tokens_per_pack", "auto")
+    auto = ("--model.update.max_tokens_per_micro_batch", "auto")
     assert main(["fit", "--config", "run.yaml", *auto]) == 0
 
     def settled(name):
         model = yaml.safe_load((run / name).read_text())["model"]["init_args"]
-        return model["update"]["max_tokens_per_pack"]
+        return model["update"]["max_tokens_per_micro_batch"]
 
     assert settled("config.yaml") == 2_048
     # Whoever goes on says auto again, which is what it was settled to.
-    monkeypatch.setattr(auto_packs, "free_bytes", lambda device: pytest.fail("measured again"))
+    monkeypatch.setattr(
+        auto_micro_batches, "free_bytes", lambda device: pytest.fail("measured again")
+    )
     assert go_on(*auto) == 0
     assert not list(run.glob("config_*.yaml"))
     assert main(["rerun", str(run), "--iteration", "1"]) == 0

@@ -6,7 +6,7 @@ import torch
 from lightning_rl import AsyncCollector, ReplayBuffer, StreamedCollector, VLLMLocal
 from lightning_rl.callbacks import Evaluate, HFExport, WeightSync
 from lightning_rl.errors import ConfigError
-from lightning_rl.extend import Engine, PolicyEngines, VLLMAdapters
+from lightning_rl.extend import Engine, MultiPolicyEngine, VLLMAdapters
 from lightning_rl.models.policy import Policy
 from tests.support.resumed_cases import roles
 from tests.support.small_run import Rows, numbers, trainer_of
@@ -113,7 +113,7 @@ def one_vllm() -> Engine:
 
 def two_vllms() -> Engine:
     names = ("first", "second")
-    return PolicyEngines({n: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for n in names})
+    return MultiPolicyEngine({n: VLLMLocal(max_model_len=64, kv_cache_gb=0.05) for n in names})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two processes learn from pictures as one does: weights, gradients or packs are shared."""
+"""Two processes learn from pictures as one does: weights, gradients or micro-batches are shared."""
 
 import pytest
 

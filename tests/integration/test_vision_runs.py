@@ -134,10 +134,11 @@ def test_a_projector_alone(qwen, rows, tmp_path):
 
 
 def test_the_way_through_minibatches_epochs_and_a_critic(qwen, rows, tmp_path):
-    """A batch is cut into minibatches and small packs, and scored twice by a critic, too."""
+    """A batch is cut into minibatches and small micro-batches, and scored twice by a critic,
+    too."""
     module, trainer = run(
         qwen, rows, tmp_path, advantage=GAE(), critic=SharedValueHead(), ppo_epochs=2,
-        minibatches=2, max_tokens_per_pack=64, kl=K3Penalty(), gradient_checkpointing=True,
+        minibatches=2, max_tokens_per_micro_batch=64, kl=K3Penalty(), gradient_checkpointing=True,
         vision=Vision(train_tower=True),
     )  # fmt: skip
     assert gap(trainer) < AGREED

@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_rl.callbacks import IterationCheckpoint, Watchdog, WeightSync
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.errors import ConfigError, EngineError, StalledError
 from lightning_rl.run.loop.background import run_async, runtime
 from lightning_rl.run.loop.stacks import where_tasks_wait
@@ -152,7 +152,7 @@ def test_the_stacks_are_written_down(tiny_model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NeverAnswers, BlocksTheLoop])
-def test_what_works_ahead_is_given_up_too(tiny_model, tmp_path, kind):
+def test_what_is_prefetched_is_given_up_too(tiny_model, tmp_path, kind):
     engine = kind(8)
     try:
         with pytest.raises(StalledError):

@@ -171,7 +171,9 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
         "--model.update.minibatches 0": ["minibatches=0 must be >= 1"],
         "--model.update.minibatches 5": ["minibatches=5 exceeds groups_per_iteration=4"],
         "--model.update.ppo_epochs 0": ["ppo_epochs=0 must be >= 1"],
-        "--model.update.max_tokens_per_pack 0": ["max_tokens_per_pack=0 must be >= 1"],
+        "--model.update.max_tokens_per_micro_batch 0": [
+            "max_tokens_per_micro_batch=0 must be >= 1"
+        ],
         "--model.update.max_grad_norm -1": [
             "max_grad_norm=-1",
             "must be > 0",
@@ -245,7 +247,7 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "critic.warmup_iterations=3 needs an advantage that reads values"
         ],
         "--model.reference FrozenReference": ["reference=FrozenReference is not used by any KL"],
-        "--model.update.trust_engine_logprobs true --model.correction TokenTIS": [
+        "--model.update.use_rollout_logprobs true --model.correction TokenTIS": [
             "nothing to correct"
         ],
         "--data.evaluation null": ["Evaluate has nothing to evaluate on", "data.evaluation"],
@@ -265,8 +267,8 @@ SECTIONS: dict[str, dict[str, list[str]]] = {
             "model's ReinforcePlusPlus may need the whole batch",
             "use SyncCollector, or parts that need one group",
         ],
-        "--data.collector StreamedCollector --model.update.max_tokens_per_pack auto": [
-            "model.update.max_tokens_per_pack=auto is measured on a complete batch"
+        "--data.collector StreamedCollector --model.update.max_tokens_per_micro_batch auto": [
+            "model.update.max_tokens_per_micro_batch=auto is measured on a complete batch"
         ],
         "--data.collector StreamedCollector --data.selection.filters+=RewardSpread "
         "--model.update.minibatches 2": [

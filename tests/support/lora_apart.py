@@ -19,7 +19,7 @@ RANK_STABLE = LoRA(
 
 def told(engine, lora):
     """Return an engine that was told of a LoRA, as a data module tells it."""
-    engine.follow_lora(largest_rank(lora), lambda: None)
+    engine.configure_lora(largest_rank(lora), lambda: None)
     return engine
 
 

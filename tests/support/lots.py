@@ -1,8 +1,8 @@
 """Provide engines that draw tokens by lot, so that rounding decides none of them.
 
-Two layouts of one computation (two processes and one, other packs, sharded weights) add in other
-orders. Logprobs then differ by rounding, and a number drawn between the two gives another token,
-after which nothing can be compared: by chance, and by the CPU. Here a token depends on the
+Two layouts of one computation (two processes and one, other micro-batches, sharded weights) add in
+other orders. Logprobs then differ by rounding, and a number drawn between the two gives another
+token, after which nothing can be compared: by chance, and by the CPU. Here a token depends on the
 request's own generator alone. Its logprob is the model's, so that weights that do not reach an
 engine, or a gradient that is not averaged, still show in all that is computed from it.
 """

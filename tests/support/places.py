@@ -1,4 +1,4 @@
-"""Provide places that share a pack's queries, one after another in a single process."""
+"""Provide places that share a micro-batch's queries, one after another in a single process."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from lightning_rl.models.parallel.sharing import QuerySharing
 
 
 class AsPlace:
-    """Has all tokens in the pack's order, and attends as one of several places does."""
+    """Has all tokens in the micro-batch's order, and attends as one of several places does."""
 
     def __init__(self, order: Tensor, first: int, asking: int) -> None:
         self.keys = order.clamp(min=0)
@@ -26,7 +26,7 @@ class AsPlace:
 
 
 def placed(layout: PackLayout, place: int, places: int) -> tuple[PackLayout, Tensor]:
-    """Return the layout of a place, and which of the pack's tokens are its queries."""
+    """Return the layout of a place, and which of the micro-batch's tokens are its queries."""
     order, exchange, seen = QuerySharing(place, None, places, 1, None).deal(layout.segments)
     assert isinstance(exchange, KeyExchange)
     device, room = layout.tokens.device, len(order) // places

@@ -37,7 +37,7 @@ def main(kind: str, folder: Path) -> None:
             for prompt, one in zip(PROMPTS, generate(engine, PROMPTS, sampling), strict=True):
                 expected = true_logprobs(plain, prompt, one.token_ids, sampling)
                 assert one.logprobs == pytest.approx(expected, abs=ROUNDING)
-        [held] = engine.holdings(list(weights))
+        [held] = engine.held_digests(list(weights))
         unread = {name for name in weights if ".experts." in name}
         assert held.unread.keys() == unread
         assert held.digests.keys() == weights.keys() - unread

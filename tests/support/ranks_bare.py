@@ -28,7 +28,7 @@ def bare_loop(model: str, devices: int = 1) -> dict[str, Any]:
         model,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         # The norm's bound is less than there is: gradients must be averaged before.
-        update={"max_grad_norm": 0.5, "max_tokens_per_pack": 24, "ppo_epochs": 2, "seed": 7},
+        update={"max_grad_norm": 0.5, "max_tokens_per_micro_batch": 24, "ppo_epochs": 2, "seed": 7},
     )
     learner = OwnLoop(module, fabric).learner
     policy = learner.policy

@@ -29,7 +29,7 @@ from lightning_rl.callbacks import (
     ZeroAdvantageGuard,
 )
 from lightning_rl.extend import Agent, Episode, Periodic
-from lightning_rl.games import RolesModule, SharedModelGroup
+from lightning_rl.games import RolePolicy, RolesModule
 from lightning_rl.run.digest import digests
 from tests.support.grouped import grouped
 from tests.support.lots import LotAdapters
@@ -88,10 +88,10 @@ class Watch(RLCallback):
         self.rows.append(dict(metrics))
 
 
-def policy(lr: float, **options: Any) -> SharedModelGroup:
+def policy(lr: float, **options: Any) -> RolePolicy:
     # Not Adam, to which a gradient that is twice too large is the same.
     made = {"lora": LoRA(rank=4), "optimizer": lambda p: SGD(p, lr=lr), "max_grad_norm": None}
-    return SharedModelGroup(**grouped(**(made | options), max_tokens_per_pack=24, seed=7))
+    return RolePolicy(**grouped(**(made | options), max_tokens_per_micro_batch=24, seed=7))
 
 
 def three_policies(model: str) -> RolesModule:

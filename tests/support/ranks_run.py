@@ -104,7 +104,7 @@ def fit(
                 # Not Adam, to which a gradient that is twice too large is the same.
                 "optimizer": lambda p: torch.optim.SGD(p, lr=0.01),
                 "max_grad_norm": None,
-                "max_tokens_per_pack": 24,
+                "max_tokens_per_micro_batch": 24,
                 "ppo_epochs": 2,
                 "seed": 7,
                 **options,

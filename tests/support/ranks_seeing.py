@@ -1,4 +1,4 @@
-"""Processes share packs with pictures, and compare numbers and gradients with one's."""
+"""Processes share micro-batches with pictures, and compare numbers and gradients with one's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from benchmarks.parallel.layouts import begin
-from benchmarks.parallel.ranks import compare_packs, policy_of
+from benchmarks.parallel.ranks import compare_micro_batches, policy_of
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
@@ -44,8 +44,8 @@ def rollout(policy: Policy, pictures: list[Picture], written: list[int], number:
     return Rollout(prompt, str(number), 0, seed=0, rows=[row], reward=0.0)
 
 
-def packs(policy: Policy, sees: tuple[bool, ...]) -> list[TensorDict]:
-    """Make a pack for each rank, with pictures or without; they share one."""
+def micro_batches(policy: Policy, sees: tuple[bool, ...]) -> list[TensorDict]:
+    """Make a micro-batch for each rank, with pictures or without; they share one."""
     made = []
     for rank, some in enumerate(sees):
         one, wide, common = picture(rank, 32, 48), picture(10 + rank, 64, 32), picture(20)
@@ -77,4 +77,4 @@ def see_together(model: str, way: str, sees: tuple[bool, ...]) -> dict[str, floa
     begin()
     policy = policy_of(model, **WAYS[way])
     with rounding_nothing():
-        return compare_packs(policy, "sequence", packs(policy, sees))
+        return compare_micro_batches(policy, "sequence", micro_batches(policy, sees))

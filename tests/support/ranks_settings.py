@@ -27,8 +27,8 @@ from lightning_rl.callbacks import (
     RolloutRecorder,
     RunReport,
 )
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.mixture import Mixture, PromptSet
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import Uniform
 from lightning_rl.collect.streamed import StreamedCollector
@@ -261,5 +261,5 @@ def mixed_ahead(model: str, *, where: Path) -> dict[str, Any]:
     mixture = mixed()
     data = {"train_prompts": mixture, "collector": AsyncCollector(), "selection": [NotOnRankOne()]}
     strategy = strategy_of("ddp")
-    result = fit(model, where, strategy, iterations=6, data=data, trust_engine_logprobs=True)
+    result = fit(model, where, strategy, iterations=6, data=data, use_rollout_logprobs=True)
     return result | {"drawn": mixture.log, "learned": mixture.mixing.state_dict()}

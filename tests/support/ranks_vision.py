@@ -1,6 +1,6 @@
 """Run what learns from pictures, which several processes and one make alike.
 
-One group of four has no picture, so that in some packs only one process sees anything.
+One group of four has no picture, so that in some micro-batches only one process sees anything.
 """
 
 from collections.abc import Iterable
@@ -66,5 +66,5 @@ def see(model: str, way: str, layout: str = "one", *, where: Path) -> dict[str, 
     }
     kind, options = LAYOUTS[layout]
     strategy = strategy_of(kind, **options)
-    seen = fit(model, where, strategy, data=data, max_tokens_per_pack=60, **WAYS[way])
+    seen = fit(model, where, strategy, data=data, max_tokens_per_micro_batch=60, **WAYS[way])
     return seen | {"left_out": engine.left_out}

@@ -14,7 +14,7 @@ from lightning_rl.collect.samplers import Mixed, Uniform
 from lightning_rl.data.mixing import ByPassRate
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.envs.rows import Clips
-from lightning_rl.extend import Periodic, TheseCalls, TransformersAdapters
+from lightning_rl.extend import FixedCalls, Periodic, TransformersAdapters
 from lightning_rl.games import PSPG, GameModule, GameRolesModule
 from lightning_rl.models.reference import PeriodicReference
 from tests.support import small_run, two_roles
@@ -120,7 +120,7 @@ LANGUAGE = {
     "int8": language(partial(packed, rl.Int8()), trainer=BFLOAT16),
     "bfloat16": language(ppo, trainer=BFLOAT16),
     "unpacked": language(
-        partial(everything, max_tokens_per_pack=48), model="unpacked_model"
+        partial(everything, max_tokens_per_micro_batch=48), model="unpacked_model"
     ),
     "replay and curriculum": language(
         partial(grpo, correction=rl.TokenTIS(), minibatches=2),
@@ -134,10 +134,10 @@ LANGUAGE = {
     "branching": language(
         partial(grpo, advantage=rl.TreeRLOO(), ppo_epochs=2),
         agent=ThreeCalls,
-        plan=lambda: rl.Branching(at=TheseCalls([2])),
+        plan=lambda: rl.Branching(at=FixedCalls([2])),
     ),
     "offline": Case(
-        partial(grpo, trust_engine_logprobs=True, ppo_epochs=2, minibatches=2), recorded,
+        partial(grpo, use_rollout_logprobs=True, ppo_epochs=2, minibatches=2), recorded,
         places=ALL,
     ),
 }  # fmt: skip
@@ -196,7 +196,7 @@ PICTURES = {
     "a tower and a critic": pictures(
         partial(
             grpo, **TOWER, advantage=rl.GAE(), critic=rl.SeparateValueHead(), minibatches=2,
-            ppo_epochs=2, max_tokens_per_pack=64, gradient_checkpointing=True,
+            ppo_epochs=2, max_tokens_per_micro_batch=64, gradient_checkpointing=True,
         )
     ),
     "adapters of a tower": pictures(partial(grpo, **TOWER, lora=rl.LoRA(rank=2))),

@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost
 from lightning_rl.engines.replicas.replicated import ReplicatedEngine
 from lightning_rl.engines.sampling import Completion
@@ -84,8 +84,8 @@ class ThreadReplica(Replica):
     async def set_version(self, version, timeout_s):
         self.said = str(version)
 
-    async def holdings(self, names):
-        return [Holdings(self.name, digests((n, w) for n, w in self.held.items() if n in names))]
+    async def held_digests(self, names):
+        return [HeldDigests(self.name, digests((n, w) for n, w in self.held.items() if n in names))]
 
     async def close(self):
         self.gone.set()

@@ -4,7 +4,7 @@ A sum of n terms, rounded after each addition, is off by about sqrt(n) u times t
 added, u half the distance of neighbouring numbers: errors have either sign, and add up as a random
 walk does (Higham and Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis", theorem
 2.4: beyond LAMBDA sqrt(n) u with a chance of 2 exp(-LAMBDA^2 / 2)). Which order it is depends on
-the CPU's vector width and on the shapes of packs, so no test may count on one.
+the CPU's vector width and on the shapes of micro-batches, so no test may count on one.
 
 What is at fault in this library when a result differs (a wrong mask, temperature, weight or row) is
 off by far more; each test that takes its bound from here plants such a fault too.

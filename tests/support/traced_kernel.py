@@ -1,7 +1,7 @@
 """Trace the fused attention kernel's definition: ``torch.compile`` takes the operator whole.
 
 On CUDA torch's kernel is one; its definition (:func:`plain_varlen`) loops over segments, which a
-compiler would trace anew for each pack.
+compiler would trace anew for each micro-batch.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,8 @@ def require_same_rollouts(one: list[list[Any]], several: list[list[list[Any]]]) 
 def require_same_rows(
     one: list[dict[str, float]], several: list[dict[str, float]], tolerance: float = TOLERANCE
 ) -> None:
-    """Require the same metrics, but for those of experts, whose packs depend on the processes."""
+    """Require the same metrics, but for those of experts, whose micro-batches depend on the
+    processes."""
     for theirs, ours in zip(one, several, strict=True):
         expected, found = (
             {name: value for name, value in comparable(row).items() if "experts/" not in name}

@@ -2,8 +2,8 @@
 
 from lightning_rl import LoRA
 from lightning_rl.engines import TransformersEngine
-from lightning_rl.extend import Agent, Episode, PolicyEngines
-from lightning_rl.games import RolesModule, SharedModelGroup
+from lightning_rl.extend import Agent, Episode, MultiPolicyEngine
+from lightning_rl.games import RolePolicy, RolesModule
 from tests.support.grouped import grouped
 from tests.support.small_run import adamw, data_module
 
@@ -28,9 +28,9 @@ def total(completions, completion_ids, **columns):
     return [ids.count(10) / 12 for ids in completion_ids]
 
 
-def group(**options) -> SharedModelGroup:
+def group(**options) -> RolePolicy:
     options = {"lora": LoRA(rank=4), "optimizer": adamw(1e-2), "seed": 7} | options
-    return SharedModelGroup(**grouped(**options))
+    return RolePolicy(**grouped(**options))
 
 
 def roles_module(tiny_model, first=None, second=None, **options) -> RolesModule:
@@ -41,7 +41,7 @@ def roles_module(tiny_model, first=None, second=None, **options) -> RolesModule:
 def roles_data(**options):
     engines = {name: TransformersEngine(device="cpu") for name in ("first", "second")}
     options = {
-        "engine": PolicyEngines(engines), "agent": Talk(), "rewards": [total],
+        "engine": MultiPolicyEngine(engines), "agent": Talk(), "rewards": [total],
         "evaluation": None, "group_size": 4, "groups_per_iteration": 4, "iterations_per_epoch": 4,
     } | options  # fmt: skip
     return data_module(**options)

@@ -199,7 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--iterations", type=int, default=3, help="by lot; the first warms up")
     parser.add_argument("--equal", type=int, default=2, help="iterations of equal lengths")
-    parser.add_argument("--pack", type=int, help="our max_tokens_per_pack; else the default")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="our max_tokens_per_micro_batch; else the default"
+    )
     parser.add_argument("--best", type=json.loads, default=BEST, help="TRL's settings, as JSON")
     parser.add_argument("--scratch", type=Path, help="where models and output stay")
     options = parser.parse_args(arguments)
@@ -211,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             task,
             iterations=options.iterations,
             equal_iterations=min(options.equal, 0 if task.lora else options.equal),
-            max_tokens_per_pack=options.pack,
+            max_tokens_per_micro_batch=options.micro_batch_tokens,
         )
         for name, task in TASKS.items()
         if options.only in (None, name)

@@ -59,8 +59,8 @@ def run(bench: Bench, side: str, **options: Any) -> None:
     laps = Laps(bench, IMPORT_S)
     seed_everything(0, verbose=False)
     given: dict[str, Any] = {}
-    if task.max_tokens_per_pack is not None:
-        given["update"] = UpdateSettings(max_tokens_per_pack=task.max_tokens_per_pack)
+    if task.max_tokens_per_micro_batch is not None:
+        given["update"] = UpdateSettings(max_tokens_per_micro_batch=task.max_tokens_per_micro_batch)
     fused = bench.device == "cuda"
     module = PolicyModule(
         str(task.directory(bench) / "model"),

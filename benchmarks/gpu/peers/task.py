@@ -34,7 +34,7 @@ class Task:
         group_size: completions of a prompt.
         max_model_len: prompt and completion.
         share: of the card that vLLM may take.
-        max_tokens_per_pack: of ours; None: as the library has it.
+        max_tokens_per_micro_batch: of ours; None: as the library has it.
         trl: TRL's settings that are not its defaults.
     """
 
@@ -48,7 +48,7 @@ class Task:
     group_size: int = 8
     max_model_len: int = 2048
     share: float = 0.3
-    max_tokens_per_pack: int | None = None
+    max_tokens_per_micro_batch: int | None = None
     trl: Mapping[str, Any] = field(default_factory=dict)
 
     def on(self, bench: Bench) -> "Task":

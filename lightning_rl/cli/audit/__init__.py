@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_rl.cli.audit.examination import examine
     from lightning_rl.cli.process import printable
     from lightning_rl.cli.rerun.run import RecordedRun
-    from lightning_rl.run.noise import without_info
+    from lightning_rl.run.known_warnings import without_info
 
     trust = [f"--trust={module}" for module in options.trust]
     run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
@@ -109,7 +109,7 @@ def _again(
     """Repeat a share of the iterations, and some rollouts of each, and report all; True if all
     agree.
     """
-    from lightning_rl.cli.audit.again import (
+    from lightning_rl.cli.audit.repetition import (
         drawn_iterations,
         drawn_rollouts,
         iteration_again,

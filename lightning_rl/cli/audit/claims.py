@@ -39,8 +39,8 @@ def contradiction(claimed: Any, real: Any, source: str, field: str = "") -> str 
         return None
     else:
         return f"{field.lstrip('.')} is {claimed!r:.80}, but {source} {real!r:.80}"
-    found = (contradiction(said, true, source, name) for name, said, true in pairs)
-    return next(filter(None, found), None)
+    contradictions = (contradiction(said, true, source, name) for name, said, true in pairs)
+    return next(filter(None, contradictions), None)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -180,8 +180,8 @@ class Claims:
             rollouts = self._trained_on(version)
             real = _metrics_of(rollouts, version - 1)
             claimed = {n: v[-1] for n, v in self._recorded.get(version, {}).items()}
-            if found := contradiction(claimed, real, "its rollouts give"):
-                yield f"the recorded metrics of iteration {version}: {found}"
+            if contradicted := contradiction(claimed, real, "its rollouts give"):
+                yield f"the recorded metrics of iteration {version}: {contradicted}"
 
     def _data_at(self, version: int) -> dict[str, Any]:
         """Return the recorded data module of a version: its class and its arguments."""
@@ -215,8 +215,10 @@ class Claims:
                         yield f"{where}: id is {row.get('id')!r:.80}, which was not trained on"
                     continue
                 real = json.loads(as_json(as_record(rollout)))
-                if found := contradiction(row, real, f"iteration {iteration} was trained on"):
-                    yield f"{where}: {found}"
+                if contradicted := contradiction(
+                    row, real, f"iteration {iteration} was trained on"
+                ):
+                    yield f"{where}: {contradicted}"
 
     def _in_summary(self) -> Iterator[str]:
         """Compare the figures that sum up the rows, and what the ledger knows as well."""
@@ -224,15 +226,19 @@ class Claims:
         missing = self._recorded.keys() - self._rows.keys()
         if not claimed or missing:  # a full disk refused the last row
             return
-        said = claimed.get("iterations")
-        last = said if isinstance(said, int) and self._unfinished(said) else self._last
+        iterations = claimed.get("iterations")
+        last = (
+            iterations
+            if isinstance(iterations, int) and self._unfinished(iterations)
+            else self._last
+        )
         text = "\n".join(json.dumps(row) for rows in self._rows.values() for _, row in rows)
         rows, environment = read_rows(text), self.records.begins[-1]["environment"]
         versions = {name: environment[name] for name in PACKAGES if name in environment}
         real = figures(rows, last) | {"versions": versions, "metrics": rows[-1] if rows else {}}
         real = json.loads(strict_json(real))
-        if found := contradiction(claimed, real, "the other files say"):
-            yield f"{SUMMARY}: {found}"
+        if contradicted := contradiction(claimed, real, "the other files say"):
+            yield f"{SUMMARY}: {contradicted}"
         if (claimed.get("status") == "completed") != (claimed.get("error") is None):
             status, error = claimed.get("status"), claimed.get("error")
             yield f"{SUMMARY}: status is {status!r:.80}, but error is {error!r:.80}"

@@ -9,7 +9,8 @@ SHARE = "share the weights: strategy ShardedStrategy with more devices, or its c
 LESS_STATE = f"train with lora, or {SHARE}"
 LONGER = "for long rollouts ShardedStrategy(sequence=2)"
 LESS_ACTIVATIONS = (
-    f"lower update.max_tokens_per_pack, or set loading.gradient_checkpointing: true; {LONGER}"
+    "lower update.max_tokens_per_micro_batch, or set loading.gradient_checkpointing: true; "
+    f"{LONGER}"
 )
 
 
@@ -39,7 +40,7 @@ def next_advice(
         if wide_state:
             ways.append("set optimizer: bitsandbytes.optim.AdamW8bit")
         ways.append(SHARE)
-    recompute, lower = policy.recompute, f"lower update.max_tokens_per_pack; {LONGER}"
+    recompute, lower = policy.recompute, f"lower update.max_tokens_per_micro_batch; {LONGER}"
     if recompute is None:
         less = LESS_ACTIVATIONS
     elif recompute.inputs == "device" and (recompute.mlp_tokens or 2 * kept > states):

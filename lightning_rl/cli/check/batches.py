@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from lightning_rl.data.batch import select
-from lightning_rl.data.splitting import SHARED, Filling, split_minibatches, split_packs
+from lightning_rl.data.splitting import SHARED, Filling, split_micro_batches, split_minibatches
 from lightning_rl.learn.update_schedules import EveryIteration, UpdateSchedule
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, SamplingDistribution
 
@@ -18,11 +18,11 @@ PLAIN = SamplingDistribution()
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The sizes from prompts to optimizer steps. Tokens and packs are upper bounds.
+    """The sizes from prompts to optimizer steps. Tokens and micro-batches are upper bounds.
 
-    ``pack_tokens`` are the forward tokens of the largest pack, on each of ``ranks`` processes, and
-    ``packs`` is the number into which a minibatch is cut there; a prompt that rollouts share counts
-    once. The policy learns in the iterations of its ``schedule``.
+    ``micro_batch_tokens`` are the forward tokens of the largest micro-batch, on each of ``ranks``
+    processes, and ``micro_batches`` is the number into which a minibatch is cut there; a prompt
+    that rollouts share counts once. The policy learns in the iterations of its ``schedule``.
     """
 
     prompts: int
@@ -32,8 +32,8 @@ class BatchPlan:
     tokens: int
     minibatches: int
     ppo_epochs: int
-    packs: int
-    pack_tokens: int
+    micro_batches: int
+    micro_batch_tokens: int
     iterations_per_epoch: int
     epochs: int | None
     schedule: UpdateSchedule = EveryIteration()
@@ -69,7 +69,8 @@ class BatchPlan:
         size = largest_share(self.groups, self.ranks, self.minibatches)
         yield (
             f"{ranks}{_count(self.minibatches, 'minibatch')} of {size} groups or fewer, in "
-            f"{_count(self.packs, 'pack')} of {self.pack_tokens:,} tokens or fewer each"
+            f"{_count(self.micro_batches, 'micro-batch')} of {self.micro_batch_tokens:,} tokens or "
+            "fewer each"
         )
         yield (
             f"ppo_epochs {self.ppo_epochs} x minibatches {self.minibatches} = {self.steps} "
@@ -100,15 +101,15 @@ def with_longest_whole(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
     """Return all prompts; only the ``count`` longest keep their pictures, as those of all may be
     many.
     """
-    found: list[Prompt] = []
+    result: list[Prompt] = []
     whole: list[tuple[int, int]] = []  # a heap of lengths and places; of equals the last goes first
     for prompt in prompts:
-        found.append(prompt)
-        heapq.heappush(whole, (len(prompt.token_ids), -len(found)))
+        result.append(prompt)
+        heapq.heappush(whole, (len(prompt.token_ids), -len(result)))
         if len(whole) > count:
             _, place = heapq.heappop(whole)
-            found[-place - 1] = replace(found[-place - 1], pictures=[], places=[])
-    return found
+            result[-place - 1] = replace(result[-place - 1], pictures=[], places=[])
+    return result
 
 
 def largest_rollouts(
@@ -148,12 +149,15 @@ def widest(all_of: Sequence[SamplingDistribution]) -> SamplingDistribution:
 
 
 def cut(
-    batch: TensorDict, minibatches: int, max_tokens_per_pack: int, filling: Filling = SHARED
+    batch: TensorDict, minibatches: int, max_tokens_per_micro_batch: int, filling: Filling = SHARED
 ) -> list[list[TensorDict]]:
-    """Cut a batch into packs, by minibatch, on one process, as full as any batch's packs can be."""
+    """Cut a batch into micro-batches, by minibatch, on one process, as full as can be."""
     generator = torch.Generator().manual_seed(0)
     parts = [select(batch, rows) for rows in split_minibatches(batch, minibatches, generator)]
     return [
-        [select(part, rows) for rows in split_packs(part, max_tokens_per_pack, False, filling)]
+        [
+            select(part, rows)
+            for rows in split_micro_batches(part, max_tokens_per_micro_batch, False, filling)
+        ]
         for part in parts
     ]

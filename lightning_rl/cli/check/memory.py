@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from lightning_rl.cli.check.advice import LESS_ACTIVATIONS, LESS_STATE, Advice, next_advice
-from lightning_rl.cli.check.fakes import changed, copy_of, shapes_of_experts
+from lightning_rl.cli.check.fake_models import changed, copy_of, shapes_of_experts
 from lightning_rl.cli.check.gathering import (
     GATHERED,
     MESSAGE,
@@ -102,13 +102,13 @@ def training_memory(
     policy: Policy,
     others: Sequence[nn.Module],
     optimizer: Callable[[Any], torch.optim.Optimizer],
-    pack: TensorDict,
+    micro_batch: TensorDict,
     placement: Placement | None = None,
     known: AbstractSet[nn.Parameter] = frozenset(),
     bonus: bool = False,
     passes: int = 2,
 ) -> MemoryPlan:
-    """Estimate the peak memory of an update, with ``pack`` the largest that it computes.
+    """Estimate the peak memory of an update, with ``micro_batch`` the largest that it computes.
 
     It is the largest of several moments (:mod:`.gathering`). Each of them includes
 
@@ -120,12 +120,12 @@ def training_memory(
       ``passes``, only those computed so far. All of these are divided by the number of processes
       that shard them.
 
-    and some of them what a pass over the pack allocates, which is followed with fake tensors
+    and some of them what a pass over the micro-batch allocates, which is followed with fake tensors
     (:func:`.tracking.follow`), of a loss that has an entropy term with ``bonus``:
 
-    - activations, in the dtypes that compute. Processes that compute a pack together divide them,
-      but for keys (:mod:`.keys`). With tensor parallelism they are those of one process's part; so
-      are experts' activations, and the states that are exchanged, at an even load.
+    - activations, in the dtypes that compute. Processes that compute a micro-batch together divide
+      them, but for keys (:mod:`.keys`). With tensor parallelism they are those of one process's
+      part; so are experts' activations, and the states that are exchanged, at an even load.
     - logits: chunks of fp32 logits (:mod:`lightning_rl.models.heads`).
     - copies of weights: autocast's, unpacked ones, and gradients before they are accumulated.
     - gathered: sharded weights that are gathered: those outside of layers, and of one or two
@@ -160,10 +160,10 @@ def training_memory(
     if gathers:
         computes = policy if placement.expert == 1 else copy_of(policy, expert=placement.expert)
         gathering = Gathering.of(computes, computed, placement.shards, placement.expert)
-    before = {STATES: bytes_of_all_keys(policy, pack, placement.sequence, computed)}
+    before = {STATES: bytes_of_all_keys(policy, micro_batch, placement.sequence, computed)}
     if passes > 1 or placement.cpu_offload:
         before[GRADIENTS] = gradients
-    found = _followed(policy, pack, placement, gathering, bonus, before)
+    found = _followed(policy, micro_batch, placement, gathering, bonus, before)
     alone = placement.device.type == "cuda" and not gathers
     stepping = step_bytes(optimizer, (p.numel() for p in trained), stepped.itemsize, alone)
     ends = {GRADIENTS: gradients, OWN: ceil(stepping / placement.shards)}
@@ -173,7 +173,7 @@ def training_memory(
         summed = {GRADIENTS: gradients, COPIES: outside, MESSAGE: outside}
         moments.append(Moment(REDUCED, summed))
     moment = max(moments, key=lambda moment: moment.total)
-    tokens = forward_tokens(pack, policy.filling) // placement.sequence
+    tokens = forward_tokens(micro_batch, policy.filling) // placement.sequence
     names = {
         STATES: f"activations of {tokens:,} tokens",
         LOGITS: LOGITS,
@@ -195,19 +195,19 @@ def training_memory(
 
 def _followed(
     policy: Policy,
-    pack: TensorDict,
+    micro_batch: TensorDict,
     placement: Placement,
     gathering: Gathering | None,
     bonus: bool,
     before: Mapping[str, float],
 ) -> Tracker:
-    """Follow what one process of a placement computes for a pack, on a copy of the policy."""
+    """Follow what a process of a placement computes for a micro-batch, on a copied policy."""
     true, mixed = (placement.precision == name for name in ("bf16-true", "bf16-mixed"))
     # FSDP2 gathers weights in 16 bits if it computes in these.
     weights = torch.bfloat16 if true or (mixed and gathering is not None) else None
     buffers = torch.bfloat16 if true else None
     elements, ranks = chunk_elements(placement.device), placement.sequence
-    live = int(pack["tokens", "loss_mask"].sum())
+    live = int(micro_batch["tokens", "loss_mask"].sum())
 
     def follow_copy(fake: bool) -> Tracker:
         computes = copy_of(policy, 1, placement.expert, fake, weights, buffers)
@@ -219,7 +219,7 @@ def _followed(
         own, all_ = (min(elements, n * vocabulary) for n in (ceil(live / ranks), live))
         shares = {STATES: 1 / ranks, LOGITS: own / all_}
         return follow(
-            computes, pack.to(computes.lm.device), mixed, bonus, shares, gathering, before
+            computes, micro_batch.to(computes.lm.device), mixed, bonus, shares, gathering, before
         )
 
     with changed(heads, chunk_elements=lambda _: elements):
@@ -255,9 +255,9 @@ def together(
     return replace(most, parts=dict(parts), stays=dict(stays), host=dict(host))
 
 
-def bytes_of_all_keys(policy: Policy, pack: TensorDict, ranks: int, width: int) -> float:
-    """Return the bytes that each of ``ranks`` ranks that compute a pack together has in addition to
-    its share.
+def bytes_of_all_keys(policy: Policy, micro_batch: TensorDict, ranks: int, width: int) -> float:
+    """Return the bytes that each of ``ranks`` ranks that compute a micro-batch together has in
+    addition to its share.
 
     If they split queries, a layer keeps the keys and values of all tokens that its kernel reads
     (with gradient checkpointing, those of one layer). ``width``: bytes per number.
@@ -270,7 +270,7 @@ def bytes_of_all_keys(policy: Policy, pack: TensorDict, ranks: int, width: int) 
     heads = head_counts(text, 1 if policy.tensor is None else policy.tensor.size)
     together = head_ranks(ranks, *heads)
     places = ranks // together
-    segments = build_layout(pack).segments
+    segments = build_layout(micro_batch).segments
     seen = most_keys(segments, places) - most_keys(segments, 1) / places
     # What is measured has keys once for each query head.
     extra: float = keeping * width * 2 * seen * heads[0] // together * size

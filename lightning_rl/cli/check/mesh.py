@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.gpu_memory import CardPlan
 from lightning_rl.cli.check.placement import placement_of
 from lightning_rl.cli.check.training import Learning, card_plan
 from lightning_rl.datamodule import RLDataModule
@@ -25,7 +25,7 @@ SPARE = 0.05
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to share a model: ``sequence`` x ``tensor`` GPUs compute a pack together.
+    """A way to share a model: ``sequence`` x ``tensor`` GPUs compute a micro-batch together.
 
     ``expert`` GPUs share a mixture's experts. ``plan`` is the memory of each GPU; ``refused`` says
     why the model cannot be shared in this way.
@@ -56,7 +56,7 @@ class Candidate:
 def candidates(
     module: RolloutModule, data: RLDataModule, prompts: Sequence[Prompt], gpus: int, card_gb: float
 ) -> Iterator[Candidate]:
-    """Yield ways to share a model, those first in which fewer GPUs compute a pack together.
+    """Yield ways to share a model, those first in which fewer GPUs compute a micro-batch together.
 
     With equal numbers, sequence parallelism comes before tensor parallelism: an all-to-all of
     heads, and gathered keys if there are fewer heads, send less per layer than all-reduces of
@@ -94,7 +94,7 @@ def _shares_of_experts(module: RolloutModule, gpus: int) -> list[int]:
 
 def _planned(engine: Engine, gpus: int, nodes: int, card_gb: float) -> str:
     """Say which processes are planned, on which GPUs, and where the engine stands."""
-    place = f"{nodes} nodes with {gpus // nodes} each" if nodes > 1 else "1 node"
+    nodes_text = f"{nodes} nodes with {gpus // nodes} each" if nodes > 1 else "1 node"
     kind = type(engine).__name__
     if engine.serves_all_ranks:
         where = f"{kind} has GPUs of its own, which are not planned"
@@ -103,8 +103,8 @@ def _planned(engine: Engine, gpus: int, nodes: int, card_gb: float) -> str:
     else:
         where = f"each also has a {kind}, which sleeps during updates"
     return (
-        f"planned: {gpus} GPUs of {card_gb:g} GiB on {place}, which train as a ShardedStrategy and "
-        f"share weights, gradients and optimizer state; {where}:"
+        f"planned: {gpus} GPUs of {card_gb:g} GiB on {nodes_text}, which train as a "
+        f"ShardedStrategy and share weights, gradients and optimizer state; {where}:"
     )
 
 
@@ -124,12 +124,12 @@ def choose(
         )
     with torch.device("meta"):
         module.configure_model()
-    found = list(candidates(module, data, prompts, gpus, card_gb))
+    meshes = list(candidates(module, data, prompts, gpus, card_gb))
     lines = [_planned(data.engine, gpus, nodes, card_gb)]
-    lines += [f"  {candidate.line()}" for candidate in found]
-    best = next((candidate for candidate in found if candidate.fits), None)
+    lines += [f"  {candidate.line()}" for candidate in meshes]
+    best = next((candidate for candidate in meshes if candidate.fits), None)
     if best is None:
-        planned = [(one.plan.missing, one.line(), one.plan.advice) for one in found if one.plan]
+        planned = [(one.plan.missing, one.line(), one.plan.advice) for one in meshes if one.plan]
         advice = ""
         if planned:
             _, line, remedy = min(planned)
@@ -138,7 +138,7 @@ def choose(
     return [
         *lines,
         f"use {best.name}: it leaves {SPARE:.0%} of each GPU free "
-        "with the fewest GPUs per pack, and among equals it sends the least data per layer:",
+        "with the fewest GPUs per micro-batch, and among equals it sends the least data per layer:",
         f"  --trainer.devices {gpus // nodes} --trainer.num_nodes {nodes} "
         "--trainer.strategy lightning_rl.ShardedStrategy "
         f"--trainer.strategy.sequence {best.sequence} --trainer.strategy.tensor {best.tensor}"

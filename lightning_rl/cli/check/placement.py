@@ -12,10 +12,10 @@ class Placement:
     """How a Trainer computes, and where it keeps what it trains.
 
     Weights are sharded over ``shards`` processes (FSDP2), 1: each has all of them; with
-    ``cpu_offload`` the shards are in host memory. ``sequence`` processes compute a pack together,
-    and ``tensor`` split the matrices, of which each part has its own ``shards``. ``expert`` of the
-    processes that shard weights split the experts. ``device`` computes, in Lightning's
-    ``precision``; with ``masters``, 16-bit weights are trained in float32 copies.
+    ``cpu_offload`` the shards are in host memory. ``sequence`` processes compute a micro-batch
+    together, and ``tensor`` split the matrices, of which each part has its own ``shards``.
+    ``expert`` of the processes that shard weights split the experts. ``device`` computes, in
+    Lightning's ``precision``; with ``masters``, 16-bit weights are trained in float32 copies.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The peak memory of a pass over a pack: each allocation is followed until it is freed."""
+"""The peak memory of a pass over a micro-batch: each allocation is followed until it is freed."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_rl.cli.check.fakes import changed
+from lightning_rl.cli.check.fake_models import changed
 from lightning_rl.cli.check.gathering import (
     HEAD,
     HEAD_BACKWARD,
@@ -21,8 +21,8 @@ from lightning_rl.cli.check.gathering import (
     REDUCED,
     Gathering,
 )
-from lightning_rl.models import heads, host_inputs
-from lightning_rl.models.host_inputs import host_memory
+from lightning_rl.models import heads, input_offloading
+from lightning_rl.models.input_offloading import host_memory
 from lightning_rl.models.parallel.tensor import local
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.quantized_layers import QuantizedLinear
@@ -138,7 +138,7 @@ class Tracker(TorchDispatchMode):
 
 def follow(
     policy: Policy,
-    pack: TensorDict,
+    micro_batch: TensorDict,
     mixed: bool = False,
     bonus: bool = False,
     shares: Mapping[str, float] | None = None,
@@ -149,7 +149,7 @@ def follow(
 
     Args:
         policy: it may be of fake tensors.
-        pack: what it computes.
+        micro_batch: what it computes.
         mixed: compute in bfloat16 by autocast.
         bonus: the loss has an entropy term, which takes another chunk of logits.
         shares: as :class:`Tracker` has them.
@@ -177,7 +177,7 @@ def follow(
     # As Lightning's autocast is, which caches no copy.
     kind = policy.lm.device.type
     with (
-        changed(host_inputs, host_memory=memory),
+        changed(input_offloading, host_memory=memory),
         changed(heads, sampled_logits=sampled),
         changed(QuantizedLinear, unpacked=unpacked),
         torch.enable_grad(),
@@ -186,7 +186,7 @@ def follow(
         tracker,
     ):
         tracker.begin(LAYER, before or {})
-        scores = policy(pack)
+        scores = policy(micro_batch)
         parts.turn()
         columns = [scores.logprobs, scores.values, scores.entropy if bonus else None]
         torch.stack([x.sum() for x in columns if x is not None]).sum().backward()

@@ -17,7 +17,7 @@ from lightning_rl.cli.check.batches import (
     largest_share,
     widest,
 )
-from lightning_rl.cli.check.card import CardPlan
+from lightning_rl.cli.check.gpu_memory import CardPlan
 from lightning_rl.cli.check.memory import MemoryPlan, in_units, together, training_memory
 from lightning_rl.cli.check.placement import Placement, placement_of
 from lightning_rl.config.lightning_flags import compute_dtype
@@ -103,7 +103,7 @@ class Learning:
         group_size = max(task.group_size for task in data.train_tasks)
         written = group_size * rows
         batch = self._largest(groups, written, tokens)
-        budget = policy.update.tokens_per_pack * placement.sequence
+        budget = policy.update.tokens_per_micro_batch * placement.sequence
         filling = policy.loaded_policy.filling
         if ranks == 1:
             parts = cut(batch, policy.update.minibatches, budget, filling)
@@ -111,8 +111,8 @@ class Learning:
             # Each minibatch is dealt of all ranks' groups, and may take most from this one.
             share = largest_share(data.groups_per_iteration, ranks, policy.update.minibatches)
             parts = cut(self._largest(share, written, tokens), 1, budget, filling)
-        packs = [pack for packs in parts for pack in packs]
-        largest = max(packs, key=lambda pack: forward_tokens(pack, filling))
+        micro_batches = [micro_batch for micro_batches in parts for micro_batch in micro_batches]
+        largest = max(micro_batches, key=lambda micro_batch: forward_tokens(micro_batch, filling))
         epochs = self.module.trainer.max_epochs
         plan = BatchPlan(
             prompts=len(self.prompts),
@@ -122,8 +122,8 @@ class Learning:
             tokens=len(batch["tokens"]) * ranks,
             minibatches=policy.update.minibatches,
             ppo_epochs=policy.update.ppo_epochs,
-            packs=max(len(packs) for packs in parts),
-            pack_tokens=forward_tokens(largest, filling),
+            micro_batches=max(len(micro_batches) for micro_batches in parts),
+            micro_batch_tokens=forward_tokens(largest, filling),
             iterations_per_epoch=data.iterations_per_epoch,
             epochs=epochs if epochs is not None and epochs > 0 else None,
             schedule=getattr(policy, "schedule", EveryIteration()),
@@ -137,7 +137,7 @@ class Learning:
             placement,
             seen,
             policy.objective.entropy is not None,
-            plan.packs * placement.sequence * placement.tensor,
+            plan.micro_batches * placement.sequence * placement.tensor,
         )
         return [*plan.lines(), *_schedule(policy, plan), *_open(policy)], memory
 
@@ -191,7 +191,7 @@ def card_plan(
     if device.type != "cuda":
         return None
     card = int((card_gb or 0) * 2**30) or torch.cuda.get_device_properties(device).total_memory
-    engine.follow_dtype(compute_dtype(trainer))
+    engine.configure_dtype(compute_dtype(trainer))
     used, at_start = engine.memory_here(largest_model(module), card)
     buckets = sum(sync.transport.gpu_bytes for sync in find_callbacks(trainer, WeightSync))
     return CardPlan(card, memory, used, at_start, buckets, sleeps=engine.sleep_level is not None)
@@ -204,10 +204,11 @@ def planned_device(trainer: Trainer, card_gb: float | None) -> torch.device:
 
 def _open(policy: PolicyModule) -> Iterator[str]:
     """Yield notes on settings that only the run itself determines."""
-    if policy.packs is not None:
+    if policy.auto_micro_batches is not None:
         yield (
-            "update.max_tokens_per_pack auto is measured on a GPU before the first update, to fit "
-            f"beside the engine; it is planned as {policy.update.tokens_per_pack:,} here"
+            "update.max_tokens_per_micro_batch auto is measured on a GPU before the first update, "
+            "to fit beside the engine; it is planned as "
+            f"{policy.update.tokens_per_micro_batch:,} here"
         )
 
 

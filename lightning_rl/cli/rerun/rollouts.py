@@ -16,7 +16,7 @@ from lightning_rl.config.lightning_flags import compute_dtype
 from lightning_rl.data.packing import pack_rollouts, packed_rows
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import DataError
-from lightning_rl.learn.fitting import follow_trainer
+from lightning_rl.learn.compatibility import configure_engine
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout, Row
@@ -46,16 +46,16 @@ class RolloutRerun:
         With several rows, tokens are counted row after row; if a row's prompt or role differs, all
         of its tokens count as different.
         """
-        place = 0
+        index = 0
         for was, now in zip_longest(_rows(self.recorded), _rows(self.again)):
             if was is None or now is None:
-                return place
+                return index
             if (was.prompt_ids, was.role) != (now.prompt_ids, now.role):
-                return place
+                return index
             same = common(was.token_ids, now.token_ids)
-            place += same
+            index += same
             if not same == len(was.token_ids) == len(now.token_ids):
-                return place
+                return index
         return None
 
     @property
@@ -91,12 +91,12 @@ class RolloutRerun:
         ]
         if not self.generated:
             return [*lines, *self._scored()]
-        place, count = self.first_difference, self.recorded.length
-        if place is None:
+        index, count = self.first_difference, self.recorded.length
+        if index is None:
             equal = f"equal: {count} of {count} tokens, logprobs within {self.gap:.2g} nats"
             return [*lines, equal]
-        was, now = self._token(self.recorded, place), self._token(self.again, place)
-        return [*lines, f"different from token {place} on: recorded {was}, again {now}"]
+        was, now = self._token(self.recorded, index), self._token(self.again, index)
+        return [*lines, f"different from token {index} on: recorded {was}, again {now}"]
 
     def _scored(self) -> Iterator[str]:
         yield (
@@ -218,7 +218,7 @@ def pushed_engine(made: Remade, data: RLDataModule) -> Iterator[None]:
         save_skeleton(module.model, directory, module.loading)
         data.engine.trust_remote_code = module.loading.trust_remote_code
         try:
-            follow_trainer(data.engine, made.module, compute_dtype(made.trainer))
+            configure_engine(data.engine, made.module, compute_dtype(made.trainer))
             data.engine.start(Path(directory))
             made.transport.connect(data.engine)
             made.transport.push(made.transport.weights_of(module.loaded_policy), module.iteration)
@@ -234,7 +234,7 @@ def _score(made: Remade, recorded: Rollout) -> Rollout:
     whole = replace(recorded, fork=None)  # what a branch shares is scored too
     batch = pack_rollouts([whole]).to(policy.lm.device)
     with made.trainer.precision_plugin.forward_context():
-        batch = policy.score(batch, "again", made.policy.learner.max_tokens_per_pack)
+        batch = policy.score(batch, "again", made.policy.learner.max_tokens_per_micro_batch)
     values = iter(batch["tokens", "again"].tolist())
     scored = []
     for row in recorded.rows:

@@ -28,12 +28,12 @@ def config_in(file: Path) -> dict[str, Any]:
         DataError: if the file is not a configuration.
     """
     try:
-        told = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
             raise TypeError("it holds no keys")
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is not a run's configuration ({error}); restore it") from error
-    return told
+    return config
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class RecordedRun:
         """All weights that were kept, oldest first, without damaged checkpoints."""
         files = sorted(f for f in self.path.rglob("*.ckpt") if f.is_file())
         files = [f for f in files if not f.is_symlink()]  # last.ckpt
-        told = config_in(self.config).get("ckpt_path")
-        resumed = None if told is None else str(told)
+        checkpoint = config_in(self.config).get("ckpt_path")
+        resumed = None if checkpoint is None else str(checkpoint)
         if resumed is not None and Path(resumed).is_file():
             files.append(Path(resumed))
         # "last" where there was nothing yet: such a run began from its start, and recorded that.

@@ -28,22 +28,22 @@ def find_flags(record: Record) -> dict[str, list[int]]:
     A flag about the rollout as a whole has no positions; those of a row continue after the rows
     before it. ``record`` is a line of ``recorded.jsonl`` or ``rollouts.jsonl``.
     """
-    found: dict[str, list[int]] = {}
+    result: dict[str, list[int]] = {}
     rows, begin = rows_of(record), 0
     for row in rows:
         for name, check in _TOKEN_CHECKS.items():
-            if places := check(row):
-                found.setdefault(name, []).extend(begin + place for place in places)
+            if tokens := check(row):
+                result.setdefault(name, []).extend(begin + token for token in tokens)
         begin += len(row["token_ids"])
     if any(_length(row, name) != len(row["token_ids"]) for row in rows for name in _PER_TOKEN):
-        found["lengths"] = []
+        result["lengths"] = []
     rewards = [record.get("reward"), *record.get("reward_parts", {}).values()]
     finite = (isinstance(reward, int | float) and math.isfinite(reward) for reward in rewards)
     if record["status"] == "completed" and not all(finite):
-        found["reward"] = []
+        result["reward"] = []
     if record["status"] == "failed" or record.get("error"):
-        found["failed"] = []
-    return found
+        result["failed"] = []
+    return result
 
 
 def _mask(record: Record) -> list[int]:
@@ -78,13 +78,13 @@ def _version(record: Record) -> list[int]:
 
 
 def _number(record: Record) -> list[int]:
-    places = set()
+    tokens = set()
     for name in _PER_TOKEN:
         for i, value in enumerate(record.get(name) or ()):
             too_high = name.endswith("logprobs") and value > 1e-4
             if too_high or not math.isfinite(value):
-                places.add(i)
-    return sorted(places)
+                tokens.add(i)
+    return sorted(tokens)
 
 
 def _length(record: Record, name: str) -> int:

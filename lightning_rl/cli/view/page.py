@@ -16,8 +16,8 @@ from lightning_rl.cli.view.flags import FLAGS, find_flags, gaps
 from lightning_rl.cli.view.pictures import places_of
 from lightning_rl.cli.view.runs import Record, Run
 from lightning_rl.config.layers import differences
-from lightning_rl.data.rollouts.pieces import pieces_of
 from lightning_rl.data.rollouts.rows import rows_of, turns_of
+from lightning_rl.data.rollouts.token_texts import pieces_of
 from lightning_rl.rollout import Message, as_text, said_in
 
 TOKEN_COLUMNS = (
@@ -158,9 +158,9 @@ def _last_of(role: str, content: str | Sequence[Message]) -> str:
     """Return, in one line, a text or the last message of a role (if none, of any) with a text."""
     if isinstance(content, str):
         content = [{"role": role, "content": content}]
-    told = [(m.get("role"), str(said_in(m.get("content")) or "").split()) for m in content]
-    mine = [words for speaker, words in told if words and speaker == role]
-    return " ".join((mine or [words for _, words in told if words] or [[]])[-1])
+    messages = [(m.get("role"), str(said_in(m.get("content")) or "").split()) for m in content]
+    mine = [words for speaker, words in messages if words and speaker == role]
+    return " ".join((mine or [words for _, words in messages if words] or [[]])[-1])
 
 
 def _token_block(records: Sequence[Record], texts: dict[str, int]) -> bytes:

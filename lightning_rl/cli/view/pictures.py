@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.data.rollouts.pictures import PictureFolder
-from lightning_rl.data.rollouts.pieces import end_of_run, marks_of
+from lightning_rl.data.rollouts.token_texts import end_of_run, marks_of
 from lightning_rl.errors import DataError, PictureError
 
 Record = dict[str, Any]
@@ -24,7 +24,7 @@ def thumbnails(rollouts: Sequence[Record], folder: PictureFolder) -> dict[str, s
     Raises:
         DataError: if a picture is a link to outside its folder.
     """
-    found = {}
+    result = {}
     for digest in _digests(rollouts):
         file = folder.file_of(digest)
         if file is None:
@@ -32,8 +32,8 @@ def thumbnails(rollouts: Sequence[Record], folder: PictureFolder) -> dict[str, s
         if not file.resolve().is_relative_to(folder.path.resolve()):  # of an untrusted run, perhaps
             raise DataError(f"{file} is a link to a file outside its folder; remove it")
         with suppress(PictureError):  # damaged: its place says that it is missing
-            found[digest] = _small(file)
-    return found
+            result[digest] = _small(file)
+    return result
 
 
 def places_of(row: Record) -> list[Record]:
@@ -57,8 +57,8 @@ def places_of(row: Record) -> list[Record]:
 
 def _digests(rollouts: Sequence[Record]) -> Iterator[str]:
     rows = (row for record in rollouts for row in record["rows"])
-    told = (picture for row in rows for picture in row.get("pictures") or ())
-    yield from dict.fromkeys(str(picture["digest"]) for picture in told)
+    pictures = (picture for row in rows for picture in row.get("pictures") or ())
+    yield from dict.fromkeys(str(picture["digest"]) for picture in pictures)
 
 
 def _small(file: Path) -> str:

@@ -17,9 +17,9 @@ from lightning_rl.data.rollouts.files import (
     recorded_files,
     require_plain_file,
 )
-from lightning_rl.data.rollouts.form import shortened
 from lightning_rl.data.rollouts.jsonl import parsed, whole_lines
-from lightning_rl.data.rollouts.pieces import TokenPieces, pieces_of
+from lightning_rl.data.rollouts.token_texts import TokenPieces, pieces_of
+from lightning_rl.data.rollouts.validation import shortened
 from lightning_rl.errors import ConfigError, DataError
 
 

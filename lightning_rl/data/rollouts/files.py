@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.data.rollouts.form import checked, whole
 from lightning_rl.data.rollouts.pictures import PictureFolder, told, without_data
+from lightning_rl.data.rollouts.validation import checked, whole
 from lightning_rl.errors import ConfigError, DataError, kind_of_path, local_path
 from lightning_rl.rollout import Call, Group, Rollout, Row
 

@@ -17,8 +17,8 @@ from lightning_rl.data.rollouts.files import (
     as_rollout,
     require_plain_file,
 )
-from lightning_rl.data.rollouts.form import checked
 from lightning_rl.data.rollouts.pictures import without_data
+from lightning_rl.data.rollouts.validation import checked
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 

@@ -87,7 +87,7 @@ class Ledger:
         Raises:
             DataError: naming the first line that was changed, removed, added or moved.
         """
-        found: list[Entry] = []
+        result: list[Entry] = []
         previous = _START
         for number, entry in self.lines():
             if entry is None:
@@ -99,11 +99,11 @@ class Ledger:
                     f"{self.path}:{number} does not follow the line before: lines were removed, "
                     "added or moved"
                 )
-            if (what := _malformed(entry, bool(found))) is not None:
+            if (what := _malformed(entry, bool(result))) is not None:
                 raise DataError(f"{self.path}:{number} is not an entry that a run writes: {what}")
             previous = entry["hash"]
-            found.append(entry)
-        return found
+            result.append(entry)
+        return result
 
 
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {

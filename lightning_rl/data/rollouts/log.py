@@ -110,11 +110,11 @@ class RerunLog:
 
     def outcomes(self) -> dict[int, Outcome]:
         """Return outcomes by version; metrics of a version with several lines are merged."""
-        found: dict[int, Outcome] = {}
+        result: dict[int, Outcome] = {}
         for new in self.lines():
-            known = found.get(new.version, new)
-            found[new.version] = replace(new, metrics=known.metrics | new.metrics)
-        return found
+            known = result.get(new.version, new)
+            result[new.version] = replace(new, metrics=known.metrics | new.metrics)
+        return result
 
     def lines(self) -> Iterator[Outcome]:
         """Yield the outcome of each line.

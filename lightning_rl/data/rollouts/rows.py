@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_rl.data.rollouts.pieces import mark_of, text_with_marks
+from lightning_rl.data.rollouts.token_texts import mark_of, text_with_marks
 from lightning_rl.rollout import Rollout
 
 Record = dict[str, Any]
@@ -33,13 +33,13 @@ def calls_as_text(rollout: Rollout, decode: Callable[[list[int]], str], tail: in
         row = rows[call.row]
         prompt = rollout.prompt_of(call)
         begin = "…" if len(prompt) > tail else ""
-        told = [f"call {number}", f"row {call.row + 1}", row.role]
-        told += [] if call.reward is None else [f"reward {call.reward:g}"]
-        told += [] if call.scorable else ["not trained on"]
+        parts = [f"call {number}", f"row {call.row + 1}", row.role]
+        parts += [] if call.reward is None else [f"reward {call.reward:g}"]
+        parts += [] if call.scorable else ["not trained on"]
         wrote = decode(row.token_ids[call.start : call.stop])
         marks = [(at, mark_of(p.width, p.height)) for at, p in row.placed if at < len(prompt)]
         read = text_with_marks(decode, prompt, marks, tail)
-        lines.append(f"[{', '.join(filter(None, told))}] {begin}{read} → {wrote}")
+        lines.append(f"[{', '.join(filter(None, parts))}] {begin}{read} → {wrote}")
     return "\n".join(lines)
 
 
@@ -76,7 +76,7 @@ def turns_as_text(turns: Sequence[Record]) -> str:
     """Return a line for each turn: round (from 1), agent, channels, text, and the decision."""
     lines = []
     for turn in turns:
-        place = [f"round {turn['round'] + 1}", turn["agent"], " + ".join(turn["channels"])]
+        parts = [f"round {turn['round'] + 1}", turn["agent"], " + ".join(turn["channels"])]
         decided = "" if turn["decision"] is None else f" → {turn['decision']}"
-        lines.append(f"[{', '.join(filter(None, place))}] {turn['text']}{decided}")
+        lines.append(f"[{', '.join(filter(None, parts))}] {turn['text']}{decided}")
     return "\n".join(lines)

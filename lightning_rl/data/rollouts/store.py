@@ -106,8 +106,8 @@ class RolloutStore(RolloutFile):
         with self._transaction() as database:
             first = self.last() + 1
             rows = [
-                as_row(rollout, iteration) | {"run": run, "place": place, "created": time.time()}
-                for place, group in enumerate(groups, first)
+                as_row(rollout, iteration) | {"run": run, "place": index, "created": time.time()}
+                for index, group in enumerate(groups, first)
                 for rollout in group
             ]
             database.executemany(

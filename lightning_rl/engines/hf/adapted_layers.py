@@ -37,7 +37,7 @@ class Adapters:
                 raise WeightSyncError(
                     f"the engine cannot adapt layer {name!r} of type {type(module).__name__}; "
                     "leave it out of lora.target_modules, or merge the adapters: engine adapters: "
-                    "merged, or PolicyEngines"
+                    "merged, or MultiPolicyEngine"
                 )
         for name, layer in self._layers.items():
             if name not in names:
@@ -51,11 +51,11 @@ class Adapters:
     def held(self, writer: Engine) -> dict[str, Tensor]:
         """Return the factors used for a writer's lines, by the names of a push."""
         number = self._numbers.get(writer, -1)
-        found = {}
+        result = {}
         for name, layer in self._layers.items():
             if (factors := layer.factors_of(number)) is not None:
-                found[f"{name}.lora_A"], found[f"{name}.lora_B"] = factors
-        return found
+                result[f"{name}.lora_A"], result[f"{name}.lora_B"] = factors
+        return result
 
     def begin(self, writers: Iterable[Engine]) -> None:
         """Begin a batch of N lines, given the writer of each."""

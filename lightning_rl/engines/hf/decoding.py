@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from lightning_rl.engines.hf.adapted_layers import Adapters
-from lightning_rl.engines.hf.columns import as_argument, attends, begun_cache, empty_cache
-from lightning_rl.engines.hf.drawing import draw
+from lightning_rl.engines.hf.kv_cache import as_argument, attends, begun_cache, empty_cache
 from lightning_rl.engines.hf.requests import DecodeRequest
-from lightning_rl.engines.kept_texts import KeptText, KeptTexts
-from lightning_rl.models.attention.rows import ROWS
+from lightning_rl.engines.hf.token_sampling import draw
+from lightning_rl.engines.prefix_cache import CachedPrefix, PrefixCache
+from lightning_rl.models.attention.padded_rows import ROWS
 from lightning_rl.models.routing import Routing
 from lightning_rl.vision.decoding import SeenOnce, seeing_inputs
 from lightning_rl.vision.reader import attention
@@ -43,7 +43,7 @@ class Decoder:
         self,
         lm: PreTrainedModel,
         ends: Sequence[int],
-        kept: KeptTexts | None = None,
+        kept: PrefixCache | None = None,
         tower: SeenOnce | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Decoder:
                 self._read(ordered[:count])
                 del ordered[:count]
 
-    def _begun(self, row: DecodeRequest) -> KeptText | None:
+    def _begun(self, row: DecodeRequest) -> CachedPrefix | None:
         return None if self.kept is None else self.kept.longest(row.writer, row.text, row.pictures)
 
     def reread(self) -> None:
@@ -102,8 +102,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[DecodeRequest]:
         """Sample a token for each live row; return the rows that ended."""
-        places = [place for place, row in enumerate(self.rows) if row.reason is None]
-        live = [self.rows[place] for place in places]
+        places = [index for index, row in enumerate(self.rows) if row.reason is None]
+        live = [self.rows[index] for index in places]
         logits = self._logits if len(live) == len(self.rows) else self._logits[places]
         drawn, logprobs = self.draw(logits.float(), live)
         over = []
@@ -149,7 +149,7 @@ class Decoder:
         inputs |= as_argument(cache, self.lm)
         return self.lm(**inputs, use_cache=True, logits_to_keep=1).logits
 
-    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
+    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], CachedPrefix | None]]) -> None:
         """Prefill texts, each of one or more rows, from where its kept beginning ends.
 
         All read as many tokens as the text with the most new ones, so that columns have no gaps.
@@ -173,7 +173,7 @@ class Decoder:
             attention_mask=None if mask is None else mask.long().to(device),
             position_ids=(columns[-new:] - starts[:, None]).clamp(min=0).to(device),
         )
-        copies = [place for place, rows in enumerate(alike) for _ in rows]
+        copies = [index for index, rows in enumerate(alike) for _ in rows]
         which = torch.tensor(copies, device=device)
         if not self.rows:
             if len(copies) > len(alike):
@@ -190,14 +190,14 @@ class Decoder:
             self._logits = torch.cat([self._logits, logits[which, -1]])
         self.rows += [row for rows in alike for row in rows]
 
-    def _keep_texts(self, kept: KeptTexts, over: Sequence[DecodeRequest]) -> None:
+    def _keep_texts(self, kept: PrefixCache, over: Sequence[DecodeRequest]) -> None:
         """Keep the cache of finished rows, which covers all but their last tokens."""
         width, layers = self._width, self._cache.layers
-        for place, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             if row in over:
-                part = slice(int(self._starts[place]), width)
+                part = slice(int(self._starts[index]), width)
                 parts = [
-                    (layer.keys[place, :, part].clone(), layer.values[place, :, part].clone())
+                    (layer.keys[index, :, part].clone(), layer.values[index, :, part].clone())
                     for layer in layers
                 ]
                 kept.keep(row.writer, row.text[:-1], parts, row.pictures)
@@ -220,13 +220,13 @@ class Decoder:
 
     def _drop_dead(self, at_most: float) -> None:
         """Remove finished rows if they are more than this share of all."""
-        places = [place for place, row in enumerate(self.rows) if row.reason is None]
+        places = [index for index, row in enumerate(self.rows) if row.reason is None]
         if len(self.rows) - len(places) > at_most * len(self.rows):
             self._keep(places)
 
     def _keep(self, places: Sequence[int]) -> None:
         """Keep only the rows in these places, in ascending order."""
-        self.rows = [self.rows[place] for place in places]
+        self.rows = [self.rows[index] for index in places]
         self._starts, self._logits = self._starts[places], self._logits[places]
         if not places:
             self._cache, self._width = empty_cache(self.lm.config), 0
@@ -262,7 +262,7 @@ class RoutedDecoder(Decoder):
                 _extend(row, line, len(row.prompt) + len(row.tokens))
         return logits
 
-    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], KeptText | None]]) -> None:
+    def _read(self, chosen: Sequence[tuple[list[DecodeRequest], CachedPrefix | None]]) -> None:
         super()._read(chosen)
         for (first, *others), _ in chosen:  # of equal texts one was read
             for other in others:

@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine, fail
 from lightning_rl.engines.hf.adapted_layers import Adapters
-from lightning_rl.engines.hf.columns import require_cache
 from lightning_rl.engines.hf.decoding import Decoder, RoutedDecoder
+from lightning_rl.engines.hf.kv_cache import require_cache
 from lightning_rl.engines.hf.requests import DecodeRequest
-from lightning_rl.engines.kept_texts import KeptTexts
 from lightning_rl.engines.lora import LoRAEngine, require_adapters
-from lightning_rl.engines.push import Holdings, Push
+from lightning_rl.engines.prefix_cache import PrefixCache
+from lightning_rl.engines.push import HeldDigests, Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError, require_at_least
 from lightning_rl.models.pretrained import Loading, device_of, lm_class
@@ -64,7 +64,7 @@ class TransformersEngine(LoRAEngine):
     """
 
     routed_experts = False
-    keeps_left_out = True
+    keeps_skipped_weights = True
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class TransformersEngine(LoRAEngine):
         self.min_batch_size = min_batch_size
         self.max_wait_s = max_wait_s
         self.kept_tokens = kept_tokens
-        self._kept = KeptTexts(kept_tokens) if kept_tokens else None
-        self.follow_routing(routed_experts)
+        self._kept = PrefixCache(kept_tokens) if kept_tokens else None
+        self.configure_routing(routed_experts)
         try:
             self.device = device_of(device)
         except RuntimeError as error:
@@ -122,7 +122,7 @@ class TransformersEngine(LoRAEngine):
     def in_flight(self) -> int:
         return len(self._waiting) + len(self._writing)
 
-    def follow_routing(self, wanted: bool) -> None:
+    def configure_routing(self, wanted: bool) -> None:
         if wanted and self.kept_tokens:
             raise ConfigError(
                 f"engine kept_tokens={self.kept_tokens}: the experts of kept texts are not known, "
@@ -144,7 +144,7 @@ class TransformersEngine(LoRAEngine):
         require_cache(lm, self.kept_tokens)
         self._lm = lm.to(self.device).eval().requires_grad_(False)
         tokenizer = load_tokenizer(str(model_dir), Loading(trust_remote_code=trust))
-        self._ends = ends_of(tokenizer).token_ids
+        self._ends = end_tokens_of(tokenizer).token_ids
         self._reader = reader_of(tokenizer)
         self._tower = None if self._reader is None else SeenOnce(self._reader.family)
         # As vLLM does: the collector goes through all libraries' objects each time it is due, which
@@ -323,11 +323,11 @@ class TransformersEngine(LoRAEngine):
         for name, weight in Push.of(weights).checked(shapes):  # one at a time, so no copy of all
             held[name].copy_(weight)
 
-    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         if self._lm is None:
             return []
         held = _held(self._lm) | self._adapters.held(self)
-        return [Holdings(type(self).__name__, self._digests_of(held, names))]
+        return [HeldDigests(type(self).__name__, self._digests_of(held, names))]
 
     def _digests_of(self, held: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, str]:
         dtype = getattr(torch, self.dtype)

@@ -10,7 +10,7 @@ from lightning_rl.data.routing import to_text
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Placed
-from lightning_rl.vision.seen import SeenText
+from lightning_rl.vision.pictured_text import PicturedText
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +33,7 @@ class DecodeRequest:
     """The weight version of its keys and values in the cache."""
     pictures: tuple[Placed, ...] = ()
     """The pictures of its prompt."""
-    seen: SeenText | None = None
+    seen: PicturedText | None = None
     """Its text with pictures, and the tokens' positions; None: it has no pictures."""
     routed: list[Tensor] = field(default_factory=list)
     """Experts (T, L, K) of its first tokens, in parts, if they are recorded."""

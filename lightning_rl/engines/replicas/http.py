@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
@@ -129,8 +129,8 @@ class HTTPReplica(Replica):
         begin, notice, why = loop.time(), _FIRST_NOTICE_S, "it has not been asked yet"
         try:
             async with asyncio.timeout(self._timeouts.start):
-                while (found := await self._health_problem()) is not None:
-                    why = found
+                while (problem := await self._health_problem()) is not None:
+                    why = problem
                     if self._process is not None and not self._process.running:
                         raise ReplicaError(f"vLLM did not start: {_told(self._process.tail())}")
                     waited = loop.time() - begin
@@ -143,10 +143,10 @@ class HTTPReplica(Replica):
                         )  # fmt: skip
                     await asyncio.sleep(0.25)
         except TimeoutError as error:
-            said = why if self._process is None else f"it printed: {self._process.tail()}"
+            reason = why if self._process is None else f"it printed: {self._process.tail()}"
             raise ReplicaError(
                 f"{self.name} did not answer within start_timeout_s={self._timeouts.start:g}; "
-                f"{said}"
+                f"{reason}"
             ) from error
 
     async def _health_problem(self) -> str | None:
@@ -179,7 +179,7 @@ class HTTPReplica(Replica):
             ReplicaError: if another run still uses it.
         """
         loop = asyncio.get_running_loop()
-        begin, said = loop.time(), False
+        begin, warned = loop.time(), False
         while True:
             try:
                 await self._call("PUT", CLAIM, lease_s=str(self._lease_s))
@@ -187,8 +187,8 @@ class HTTPReplica(Replica):
             except ServerTaken as error:
                 if loop.time() - begin > error.lease_s + _CLAIM_AGAIN_S:
                     raise
-                if not said:
-                    said = True
+                if not warned:
+                    warned = True
                     _log.warning(
                         "%s; waiting for %g s in case that run has ended", error, error.lease_s
                     )
@@ -281,13 +281,13 @@ class HTTPReplica(Replica):
         reset = await self._call("POST", "/reset_prefix_cache", reset_running_requests="true")
         if not reset["success"]:
             raise StaleWeightsError(f"{self.name} refused to reset its prefix cache after a push")
-        said = (await self._call("GET", "/weight_info"))["weight_version"]
-        self._require_version(said, version)
+        answered = (await self._call("GET", "/weight_info"))["weight_version"]
+        self._require_version(answered, version)
 
-    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    async def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         call = {"method": "held_weights", "args": [list(names)]}
         answer = await self._call("POST", "/collective_rpc", call)
-        return self._holdings(answer["results"])
+        return self._held_digests(answer["results"])
 
     async def _call(
         self,
@@ -409,8 +409,8 @@ def refusal(name: str, path: str, status: int, text: str) -> EngineError:
 
 def _taken(name: str, text: str) -> ReplicaError | None:
     try:
-        told = json.loads(text)
-        run, lease_s = told["run"], float(told.get("lease_s", 0))
+        answer = json.loads(text)
+        run, lease_s = answer["run"], float(answer.get("lease_s", 0))
     except (ValueError, TypeError, KeyError):
         return None  # another server's 409
     if run is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import (
     HEALTH_TIMEOUT_S,
     Replica,
@@ -209,11 +209,13 @@ class RayReplica(Replica):
         return {}
 
     async def set_version(self, version: int, timeout_s: float) -> None:
-        said = await self._call("set_version", timeout_s, version)
-        self._require_version(said, version)
+        answered = await self._call("set_version", timeout_s, version)
+        self._require_version(answered, version)
 
-    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
-        return self._holdings(await self._call("held_weights", self._timeouts.call, list(names)))
+    async def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
+        return self._held_digests(
+            await self._call("held_weights", self._timeouts.call, list(names))
+        )
 
     async def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
         if self._actor is None:

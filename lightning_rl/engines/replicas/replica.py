@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import (
     DamagedWeightsError,
@@ -150,7 +150,7 @@ class Replica(ABC):
                 f"{self.name} reports version {said} after a push of version {version}"
             )
 
-    async def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    async def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         """Return what each of its workers holds under these names; empty if it cannot tell.
 
         Raises:
@@ -159,10 +159,10 @@ class Replica(ABC):
         """
         return []
 
-    def _holdings(self, answers: Sequence[Mapping[str, Any]]) -> list[Holdings]:
-        """Turn its workers' answers, by rank, into holdings."""
+    def _held_digests(self, answers: Sequence[Mapping[str, Any]]) -> list[HeldDigests]:
+        """Turn its workers' answers, by rank, into held digests."""
         return [
-            Holdings(f"{self.name}, rank {rank}" if len(answers) > 1 else self.name, **answer)
+            HeldDigests(f"{self.name}, rank {rank}" if len(answers) > 1 else self.name, **answer)
             for rank, answer in enumerate(answers)
         ]
 

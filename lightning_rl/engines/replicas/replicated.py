@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rl.config import names
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, ReplicaStatus, RunState
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import Replica, ReplicaLost, Timeouts
 from lightning_rl.engines.replicas.supervision import Supervision
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -253,17 +253,19 @@ class ReplicatedEngine(Engine):
         finally:
             transport.close()
 
-    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         serving = [r for r in self.replicas if r.alive and r.version == self.version]
-        return self.holdings_of(serving, names)
+        return self.held_digests_of(serving, names)
 
-    def holdings_of(self, replicas: Sequence[Replica], names: Sequence[str]) -> list[Holdings]:
+    def held_digests_of(
+        self, replicas: Sequence[Replica], names: Sequence[str]
+    ) -> list[HeldDigests]:
         """Return what the replicas' workers hold; record and leave out those that die."""
-        found: list[Holdings] = []
+        result: list[HeldDigests] = []
 
         async def ask(replica: Replica) -> None:
             try:
-                found.extend(await replica.holdings(names))
+                result.extend(await replica.held_digests(names))
             except (ReplicaLost, SyncTimeoutError) as error:
                 self.lost(replica, error)
 
@@ -271,7 +273,7 @@ class ReplicatedEngine(Engine):
             await asyncio.gather(*(ask(replica) for replica in replicas))
 
         run_async(ask_all())
-        return found
+        return result
 
     @contextmanager
     def taking_weights(self, version: int) -> Iterator[list[Replica]]:

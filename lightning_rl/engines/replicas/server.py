@@ -118,9 +118,9 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         # What vLLM there is at urls, each says when it is connected.
         return None if self.urls is not None else super()._lacks_adapters()
 
-    def follow_length(self, longest: Callable[[], int | None]) -> None:
+    def configure_length(self, longest: Callable[[], int | None]) -> None:
         if self.urls is None:  # else the servers have theirs
-            super().follow_length(longest)
+            super().configure_length(longest)
 
     @property
     def max_length(self) -> int:
@@ -153,15 +153,15 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         if isinstance(urls, list):
             return [url.rstrip("/") for url in urls]
         try:
-            found = read_urls(urls)
+            result = read_urls(urls)
         except OSError as error:
             raise EngineError(f"urls: {type(urls).__name__} cannot be read: {error}") from error
-        if not found:
+        if not result:
             raise EngineError(
                 f"urls: {type(urls).__name__} contains no server; start one before the run, as "
                 "docs/sync.md shows"
             )
-        return found
+        return result
 
     def _replica_at(self, url: str) -> HTTPReplica:
         return HTTPReplica(

@@ -82,8 +82,8 @@ class ServerAccess:
 
     async def _refuse(self, send: Any) -> None:
         holder = self._holder
-        told = {"run": holder.run, "lease_s": holder.lease_s} if holder else {"run": None}
-        await _answer(send, TAKEN, json.dumps(told))
+        body = {"run": holder.run, "lease_s": holder.lease_s} if holder else {"run": None}
+        await _answer(send, TAKEN, json.dumps(body))
 
 
 async def _answer(send: Any, status: int, text: str) -> None:

@@ -106,17 +106,17 @@ async def follow(
         replica_at: creates the replica at a URL.
         every_s: seconds between two reads of the list.
     """
-    said = ""
+    warned = ""
     while True:
         await asyncio.sleep(every_s)
         try:
             urls = await asyncio.to_thread(read_urls, servers)
         except (ConfigError, OSError) as error:
-            if str(error) != said:
+            if str(error) != warned:
                 _log.warning("servers stay as they are: %s", error)
-            said = str(error)
+            warned = str(error)
             continue
-        said = ""
+        warned = ""
         present = {replica.name: replica for replica in supervision.replicas}
         for url in urls:
             if url not in present:

@@ -69,8 +69,8 @@ class ServerProcess(Child):
     def tail(self, lines: int = 3) -> str:
         """Return the last lines of its output, errors alone if there are any."""
         printed = self.printed(20_000).decode(errors="replace")
-        if told := validation_failure(printed):
-            return told
+        if failure := validation_failure(printed):
+            return failure
         errors = _ERROR.findall(printed)
         return " | ".join(line.strip() for line in (errors or printed.splitlines())[-lines:])
 

@@ -12,7 +12,7 @@ from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.adapters import AdapterEngine, PolicyView
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.lora import require_adapters
-from lightning_rl.engines.vllm.held import held_adapter
+from lightning_rl.engines.vllm.held_digests import held_adapter
 from lightning_rl.engines.vllm.local import VLLMLocal
 from lightning_rl.engines.vllm.lora import (
     lora_options,

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine, fail
 from lightning_rl.engines.lora import require_adapters
-from lightning_rl.engines.push import Holdings, Push
+from lightning_rl.engines.push import HeldDigests, Push
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.engines.vllm.forms import (
     InFlightRequest,
@@ -25,7 +25,7 @@ from lightning_rl.engines.vllm.forms import (
     tokens_so_far,
     weight_shapes,
 )
-from lightning_rl.engines.vllm.held import held_weights, watch_worker
+from lightning_rl.engines.vllm.held_digests import held_weights, watch_worker
 from lightning_rl.engines.vllm.lora import keep_apart, put_policy
 from lightning_rl.engines.vllm.process import (
     collect_garbage,
@@ -149,7 +149,7 @@ class VLLMLocal(VLLMEngine):
         if self.takes_adapters:
             self._llm.collective_rpc(keep_apart)
 
-    def follow_routing(self, wanted: bool) -> None:
+    def configure_routing(self, wanted: bool) -> None:
         if not wanted or self.running:
             return
         if self._own_device() is None:
@@ -337,10 +337,10 @@ class VLLMLocal(VLLMEngine):
             raise StaleWeightsError("vLLM refused to reset its prefix cache after a push")
         self.version = version
 
-    def holdings(self, names: Sequence[str]) -> list[Holdings]:
+    def held_digests(self, names: Sequence[str]) -> list[HeldDigests]:
         if self._llm is None:
             return []
-        return [Holdings(type(self).__name__, **self._ask_worker(held_weights, names))]
+        return [HeldDigests(type(self).__name__, **self._ask_worker(held_weights, names))]
 
     def _ask_worker(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Return the answer of a function in vLLM's worker about the weights, which are woken for

@@ -25,7 +25,7 @@ def lora_options(count: int, rank: int) -> dict[str, Any]:
     if rank > RANKS[-1]:
         raise ConfigError(
             f"engine max_lora_rank={rank} must be <= {RANKS[-1]}, vLLM's maximum; merge adapters "
-            "of a larger rank: engine adapters: merged, or PolicyEngines"
+            "of a larger rank: engine adapters: merged, or MultiPolicyEngine"
         )
     largest = min(r for r in RANKS if r >= rank)
     return {
@@ -210,7 +210,7 @@ def set_adapter(worker: Any, number: int, adapters: Mapping[str, Tensor]) -> Non
         raise WeightSyncError(
             f"vLLM cannot adapt {unknown[0]!r} ({len(unknown)} of {len(layers_of(adapters))} "
             "adapted layers); leave it out of lora.target_modules, or merge adapters: engine "
-            "adapters: merged, or PolicyEngines"
+            "adapters: merged, or MultiPolicyEngine"
         )
     manager.remove_adapter(number)
     manager.add_adapter(model)

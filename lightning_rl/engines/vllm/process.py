@@ -26,7 +26,7 @@ from lightning_rl.engines.vllm.cpu import (
     use_cpu_kernels,
 )
 from lightning_rl.errors import ConfigError, EngineError
-from lightning_rl.run.garbage import uncollected
+from lightning_rl.run.garbage_collection import uncollected
 
 _log = logging.getLogger(__name__)
 

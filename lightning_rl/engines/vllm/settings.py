@@ -207,8 +207,8 @@ class VLLMEngine(LoRAEngine):
         self.max_model_len = max_model_len
         self._longest: int | None = None
 
-    def follow_dtype(self, dtype: str) -> None:
-        super().follow_dtype(self._dtype_beside(dtype) if self.chosen_dtype is None else dtype)
+    def configure_dtype(self, dtype: str) -> None:
+        super().configure_dtype(self._dtype_beside(dtype) if self.chosen_dtype is None else dtype)
 
     def _dtype_beside(self, trainer: str) -> str:
         if trainer != "float32" or not torch.cuda.is_available():
@@ -216,11 +216,11 @@ class VLLMEngine(LoRAEngine):
         _warn_of_bfloat16()
         return "bfloat16"
 
-    def follow_head(self, fp32: bool) -> None:
+    def configure_head(self, fp32: bool) -> None:
         if self._settings.cast_lm_head_to_fp32 is None and not self.running:
             self._settings = replace(self._settings, cast_lm_head_to_fp32=fp32)
 
-    def follow_length(self, longest: Callable[[], int | None]) -> None:
+    def configure_length(self, longest: Callable[[], int | None]) -> None:
         chosen = self.max_model_len or self._settings.options.get("max_model_len")
         if chosen is None and not self.running:
             self._longest = longest()

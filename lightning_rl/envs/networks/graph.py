@@ -112,18 +112,18 @@ class GraphBody(Body):
         dtype = self.into.weight.dtype
         adjacency = adjacency.reshape(rows, self.count, self.count).to(dtype)
         exists = self._of_nodes(self.names["exists"], observations, rows)
-        told = [observations[n].reshape(rows, self.sizes[n]).to(dtype) for n in self.context]
+        contexts = [observations[n].reshape(rows, self.sizes[n]).to(dtype) for n in self.context]
         features = self.into(self._of_nodes(self.names["nodes"], observations, rows)) * exists
         for layer in self.layers:
             features = layer(features, adjacency, exists)
         if self.mark is not None:
-            parts = [value.unsqueeze(1).expand(-1, self.count, -1) for value in told]
+            parts = [value.unsqueeze(1).expand(-1, self.count, -1) for value in contexts]
             if self.marks is not None:
                 parts.append(self._of_nodes(self.marks, observations, rows))
             features = (features + self.mark(torch.cat(parts, -1))) * exists
         for block in self.attention:
             features = block(features, exists)
-        whole = self.whole(torch.cat([*self._pooled(features, exists), *told], -1))
+        whole = self.whole(torch.cat([*self._pooled(features, exists), *contexts], -1))
         if self.node_features:
             whole = torch.cat([whole, features.flatten(1)], -1)
         return whole.reshape(*batch, whole.shape[-1])

@@ -121,7 +121,7 @@ class Space:
         """
         flags = (self.mask, *map(mask_of, self.actions))
         if names is None:
-            found = {n: o for n, o in self.observations.items() if n not in flags}
+            result = {n: o for n, o in self.observations.items() if n not in flags}
         else:
             unknown = [name for name in names if name not in self.observations]
             if unknown:
@@ -129,10 +129,10 @@ class Space:
                     f"{what}: there is no observation {unknown[0]!r}; the environment has "
                     f"{', '.join(self.observations) or 'none'}"
                 )
-            found = {name: self.observations[name] for name in names}
-        if not found:
+            result = {name: self.observations[name] for name in names}
+        if not result:
             raise ConfigError(f"{what}: the environment shows no observation that it can read")
-        return found
+        return result
 
 
 def require_same(ours: Mapping[str, Space], theirs: Mapping[str, Space]) -> None:

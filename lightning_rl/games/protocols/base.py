@@ -140,13 +140,13 @@ class Protocol(ABC):
             seed: the interaction's seed.
             earlier: what this method returned for the previous round; None: nothing was decided.
         """
-        found = {}
+        result = {}
         for agent in self.deciders:
             now = torch.as_tensor(decisions.get(agent, GO_ON))
             counted = torch.where(self.can_decide(round, seed, agent), now, GO_ON)
             before = _of(agent, earlier)
-            found[agent] = torch.where(before == GO_ON, counted, before)
-        return found
+            result[agent] = torch.where(before == GO_ON, counted, before)
+        return result
 
     def verdict(self, decided: Decisions) -> Tensor:
         """Return the majority of all decisions, (*B,); 2 if there is none."""

@@ -155,7 +155,7 @@ class Conversation:
                 unread[agent] = tries + 1
             else:
                 turns.append(turn)
-        order = {name: place for place, name in enumerate(self.protocol.agent_names)}
+        order = {name: index for index, name in enumerate(self.protocol.agent_names)}
         turns.sort(key=lambda turn: (turn.round, order[turn.agent]))
         return replace(self, turns=tuple(turns), unread=unread)._going_on()
 

@@ -54,5 +54,5 @@ def protocol_metrics(
 
 
 def _share(flags: Iterable[bool]) -> float:
-    told = list(flags)
-    return sum(told) / len(told)
+    listed = list(flags)
+    return sum(listed) / len(listed)

@@ -94,19 +94,19 @@ class TextScenario(Scenario):
             )
 
     def label(self, columns: Mapping[str, Any]) -> int:
-        told = columns.get(self.label_column)
+        value = columns.get(self.label_column)
         meant = {word.casefold(): decision for decision, word in self.words.items()}
-        found = meant.get(told.casefold()) if isinstance(told, str) else told
+        found = meant.get(value.casefold()) if isinstance(value, str) else value
         if found not in (REJECT, ACCEPT):
             raise DataError(
-                f"column {self.label_column!r} is {told!r}; it must be 0 or 1, or one of "
+                f"column {self.label_column!r} is {value!r}; it must be 0 or 1, or one of "
                 f"{list(self.words.values())}"
             )
         return int(found)
 
     def opening(self, seat: Seat) -> list[Message]:
-        told = self.prompts[seat.agent]
-        parts = {"system": told.system, "user": told.user}
+        prompts = self.prompts[seat.agent]
+        parts = {"system": prompts.system, "user": prompts.user}
         return [
             {"role": role, "content": self._filled(text, seat)}
             for role, text in parts.items()
@@ -116,8 +116,8 @@ class TextScenario(Scenario):
     def cue(self, seat: Seat) -> str:
         if seat.guess:
             return self._filled(self.guess, seat)
-        told = self.prompts[seat.agent].turn
-        return self._filled(told, seat, round=seat.round + 1, rounds=seat.rounds)
+        cue_text = self.prompts[seat.agent].turn
+        return self._filled(cue_text, seat, round=seat.round + 1, rounds=seat.rounds)
 
     def fields(self, seat: Seat) -> dict[str, Any]:
         """Return what prompts may name; override it to add fields computed from the row."""

@@ -23,9 +23,9 @@ from lightning_rl.games.algos.updates import SOS, Simultaneous
 from lightning_rl.games.protocols.base import VERIFIER
 from lightning_rl.games.protocols.leaders import check_order, levels_of
 from lightning_rl.games.roles.conversations import conversation_losses, written
-from lightning_rl.games.roles.group import SharedModelGroup
 from lightning_rl.games.roles.module import RolesModule
 from lightning_rl.games.roles.player import PolicyPlayer
+from lightning_rl.games.roles.role_policy import RolePolicy
 from lightning_rl.learn.base import save_primitive_hparams
 from lightning_rl.models.pretrained import model_of
 from lightning_rl.run.hooks import datamodule_of
@@ -47,7 +47,7 @@ class _StepLoss(PolicyLoss):
 class _Part:
     """A policy's part in an iteration: its rows of the batch, and its objective."""
 
-    group: SharedModelGroup
+    group: RolePolicy
     rows: Tensor
     batch: TensorDict
     objective: Objective | None
@@ -96,7 +96,7 @@ class GameRolesModule(RolesModule):
     def __init__(
         self,
         model: str,
-        policies: dict[str, SharedModelGroup],
+        policies: dict[str, RolePolicy],
         update: GameUpdate = SOS(),
         order: list[list[str]] | None = None,
         seed: int | None = None,
@@ -111,7 +111,7 @@ class GameRolesModule(RolesModule):
         check_step_loss(f"update={type(update).__name__}", update.step_loss)
         _check_policies(self.policies)
         for group in self.policies.values():
-            group.left_out.zero_advantage &= update.zero_at_zero_advantage
+            group.skipped.zero_advantage &= update.zero_at_zero_advantage
 
     # ---------------------------------------------------------------- set-up
 
@@ -166,7 +166,7 @@ class GameRolesModule(RolesModule):
             part.group.record(metrics)
         self.iteration += 1
 
-    def _part(self, group: SharedModelGroup, rows: Tensor, batch: TensorDict) -> _Part:
+    def _part(self, group: RolePolicy, rows: Tensor, batch: TensorDict) -> _Part:
         batch = group.learner.compute_all(batch)
         objective = group.decided(batch)
         self.stopping, group.stopping = self.stopping or group.stopping, None
@@ -233,7 +233,7 @@ class GameRolesModule(RolesModule):
         for name, chosen in rows.items():
             part = learning[name]
             minibatch = select(part.batch, chosen) if len(chosen) else empty_like(part.batch)
-            minibatch = part.group.left_out.without_truncated(minibatch)
+            minibatch = part.group.skipped.without_truncated(minibatch)
             minibatch["tokens", "loss_weights"] = part.group.aggregation(minibatch)
             player = part.player(minibatch)
             players.append(player)
@@ -248,7 +248,7 @@ class GameRolesModule(RolesModule):
         return levels_of(self.order, names, self._leader, self.game_update)
 
 
-def _check_policies(policies: Mapping[str, SharedModelGroup]) -> None:
+def _check_policies(policies: Mapping[str, RolePolicy]) -> None:
     """Refuse settings of policies that games cannot use.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.batch import empty_like, select
 from lightning_rl.errors import ConfigError
-from lightning_rl.games.roles.group import SharedModelGroup
+from lightning_rl.games.roles.role_policy import RolePolicy
 from lightning_rl.learn.base import LanguageModule, save_primitive_hparams
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.policy import Policy
@@ -38,7 +38,7 @@ class RolesModule(RolloutModule, LanguageModule):
         ConfigError: if there is no policy, or if two of them play the same role.
     """
 
-    def __init__(self, model: str, policies: dict[str, SharedModelGroup]) -> None:
+    def __init__(self, model: str, policies: dict[str, RolePolicy]) -> None:
         super().__init__()
         save_primitive_hparams(self)
         self.automatic_optimization = False
@@ -48,20 +48,20 @@ class RolesModule(RolloutModule, LanguageModule):
         if not policies:
             raise ConfigError("RolesModule(policies={}) trains nothing; add at least one policy")
         schedulers = 0
-        for place, (name, group) in enumerate(policies.items()):
+        for index, (name, group) in enumerate(policies.items()):
             if not name.isidentifier() or hasattr(self, name):
                 raise ConfigError(
                     f"RolesModule.policies: {name!r} cannot be a policy's name; use letters, "
                     "digits and _, and no name of an attribute of RolesModule"
                 )
-            group.join(self, name, model, (place, schedulers))
+            group.join(self, name, model, (index, schedulers))
             schedulers += group.lr_scheduler is not None
             # Of itself, not in a list: Lightning tells its children whose trainer they have.
             self.add_module(name, group)
         _ = self.roles  # does everyone have their own?
 
     @property
-    def policies(self) -> Mapping[str, SharedModelGroup]:
+    def policies(self) -> Mapping[str, RolePolicy]:
         return {name: getattr(self, name) for name in self._names}
 
     @property

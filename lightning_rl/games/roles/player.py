@@ -14,8 +14,8 @@ from lightning_rl.algos.objective import Objective
 from lightning_rl.data.batch import token_rows, with_host
 from lightning_rl.games.algos.game import flat
 from lightning_rl.games.algos.scores import GamePlayer
-from lightning_rl.games.roles.group import SharedModelGroup
-from lightning_rl.learn.left_out import without
+from lightning_rl.games.roles.role_policy import RolePolicy
+from lightning_rl.learn.skipped import without
 from lightning_rl.run.token_metrics import TokenMetrics
 
 
@@ -42,9 +42,7 @@ class PolicyPlayer(GamePlayer):
         objective: The policy's own objective.
     """
 
-    def __init__(
-        self, group: SharedModelGroup, minibatch: TensorDict, objective: Objective
-    ) -> None:
+    def __init__(self, group: RolePolicy, minibatch: TensorDict, objective: Objective) -> None:
         self.group, self.minibatch, self.objective = group, minibatch, objective
         self._live = minibatch["tokens", "loss_mask"].nonzero().squeeze(1)
         optimizer = group.learner.backend.optimizer
@@ -57,10 +55,10 @@ class PolicyPlayer(GamePlayer):
     def logprobs(self) -> Tensor:
         """Return the log probabilities l, (M,), at the current weights."""
         batch = self.group.loaded_policy.score(
-            self.minibatch.copy(), "logprobs", self.group.learner.max_tokens_per_pack
+            self.minibatch.copy(), "logprobs", self.group.learner.max_tokens_per_micro_batch
         )
-        found: Tensor = batch["tokens", "logprobs"][self._live]
-        return found
+        result: Tensor = batch["tokens", "logprobs"][self._live]
+        return result
 
     def own(self) -> Tensor:
         """Return the gradient (D,) of the objective."""
@@ -79,7 +77,7 @@ class PolicyPlayer(GamePlayer):
             p.grad = part.clone()
 
     def gradient(self, weights: Tensor) -> Tensor:
-        """Return J^T w, (D,), summed over packs; rollouts with only zero weights are skipped."""
+        """Return J^T w, (D,), summed over micro-batches; rollouts of zero weights are skipped."""
         batch = self.minibatch.copy()
         weights_T = torch.zeros_like(batch["tokens", "loss_weights"])
         weights_T[self._live] = weights.to(weights_T.dtype)

@@ -128,13 +128,13 @@ def without_option(arguments: Sequence[str], option: str) -> tuple[list[str], st
         ConfigError: if the option has no value.
     """
     rest, found = list(arguments), None
-    for place, argument in enumerate(rest):
+    for index, argument in enumerate(rest):
         name, equals, value = argument.partition("=")
         if name == option:
-            found = value if equals else "".join(rest[place + 1 : place + 2])
+            found = value if equals else "".join(rest[index + 1 : index + 2])
             if not found or found.startswith("--"):
                 raise ConfigError(f"{option} needs a value after it")
-            del rest[place : place + (1 if equals else 2)]
+            del rest[index : index + (1 if equals else 2)]
             break
     return rest, found
 

@@ -40,7 +40,7 @@ class RewardThreshold(Selection):
         self.least = least
 
     def choose(self, rewards: Sequence[float], rng: random.Random) -> list[int]:
-        return [place for place, reward in enumerate(rewards) if reward >= self.least]
+        return [index for index, reward in enumerate(rewards) if reward >= self.least]
 
 
 @configurable

@@ -66,8 +66,8 @@ def _why(status: int, log: Path) -> str:
     """Return how the command ended, and the last lines that it printed."""
     ended = f"signal {-status}" if status < 0 else f"status {status}"
     lines = log.read_text(errors="replace").splitlines()
-    said = [line.strip() for line in lines if line.strip()]
-    return f"ended with {ended}: {' | '.join(said[-3:]) or 'it printed nothing'}"
+    printed = [line.strip() for line in lines if line.strip()]
+    return f"ended with {ended}: {' | '.join(printed[-3:]) or 'it printed nothing'}"
 
 
 if __name__ == "__main__":

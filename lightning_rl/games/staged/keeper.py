@@ -81,9 +81,9 @@ class JobKeeper:
     async def _cancelled(self, job: str, jobs: FineTuneJobs) -> JobReport:
         """Cancel a job that took too long, and return how it ended: it may have just finished."""
         await jobs.cancel(job)
-        told = await jobs.report(job)
-        if told.status in (JobStatus.SUCCEEDED, JobStatus.FAILED):
-            return told
+        report = await jobs.report(job)
+        if report.status in (JobStatus.SUCCEEDED, JobStatus.FAILED):
+            return report
         why = f"it was not done within job_timeout_s={self.job_timeout_s:g}"
         return JobReport(JobStatus.CANCELLED, error=why)
 

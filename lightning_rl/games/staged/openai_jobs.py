@@ -112,20 +112,20 @@ class OpenAIFineTuning(FineTuneJobs):
         return await self.api.retried(attempt)
 
     async def report(self, job: str) -> JobReport:
-        told = await self.api.retried(lambda: self._look(job))
-        status = _STATUSES.get(told.status)
+        answer = await self.api.retried(lambda: self._look(job))
+        status = _STATUSES.get(answer.status)
         if status is None:
             raise APIRefusal(
-                f"fine-tuning job {job} has the unknown status {one_line(told.status, 60)!r}, none "
-                f"of {', '.join(_STATUSES)}; check it on the server"
+                f"fine-tuning job {job} has the unknown status {one_line(answer.status, 60)!r}, "
+                f"none of {', '.join(_STATUSES)}; check it on the server"
             )
         error = ""
         if status is JobStatus.FAILED:
-            why = told.error.message if told.error else None
+            why = answer.error.message if answer.error else None
             error = one_line(why or await self._last_event(job))
         # A job that did not succeed may name a model of a step on its way.
         return JobReport(
-            status, told.fine_tuned_model if told.status == "succeeded" else None, error
+            status, answer.fine_tuned_model if answer.status == "succeeded" else None, error
         )
 
     async def cancel(self, job: str) -> None:
@@ -138,13 +138,13 @@ class OpenAIFineTuning(FineTuneJobs):
     # ---------------------------------------------------------------- requests
 
     async def _look(self, job: str) -> _Job:
-        told = await self.api.get(f"/fine_tuning/jobs/{job}", _Job)
-        if told.status == "succeeded" and not told.fine_tuned_model:
+        answer = await self.api.get(f"/fine_tuning/jobs/{job}", _Job)
+        if answer.status == "succeeded" and not answer.fine_tuned_model:
             raise ServerError(
                 f"{self.api.base_url}: fine-tuning job {job} succeeded, but the server reports no "
                 "model (fine_tuned_model)"
             )
-        return told
+        return answer
 
     def _body(self, request: JobRequest, file: str) -> dict[str, Any]:
         method = request.training.method
@@ -191,7 +191,7 @@ class OpenAIFineTuning(FineTuneJobs):
 
     async def _last_event(self, job: str) -> str:
         """Return the message of a job's latest event."""
-        told = await self.api.retried(
+        answer = await self.api.retried(
             lambda: self.api.get(f"/fine_tuning/jobs/{job}/events", _Events, limit="1")
         )
-        return (told.data[0].message if told.data else None) or "the server gave no reason"
+        return (answer.data[0].message if answer.data else None) or "the server gave no reason"

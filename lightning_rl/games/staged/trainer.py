@@ -315,8 +315,8 @@ class StagedTrainer:
         """Record and print metrics of the models after ``iteration`` iterations."""
         self.report.note(self.state.iteration, metrics)
         shown = {n: v for n, v in metrics.items() if n in LABELS}
-        told = ", ".join(f"{LABELS[name]} {value:.4g}" for name, value in shown.items())
-        rank_zero_info(f"iteration {self.state.iteration}: {told}")
+        figures = ", ".join(f"{LABELS[name]} {value:.4g}" for name, value in shown.items())
+        rank_zero_info(f"iteration {self.state.iteration}: {figures}")
         for callback in self.callbacks:
             callback.on_metrics(self, self.state.iteration, metrics)
 

@@ -44,7 +44,7 @@ def rows_of(dataset: PromptDataset) -> list[Row]:
 
 def all_units(rows: Sequence[Row]) -> list[Unit]:
     """Return one unit for each row, in order."""
-    return [Unit(place, 0, place, row) for place, row in enumerate(rows)]
+    return [Unit(index, 0, index, row) for index, row in enumerate(rows)]
 
 
 def train_units(

@@ -23,7 +23,7 @@ MAX_MASK = 1 << 20
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a pack's row of S tokens: distinct prompts, then rollouts' completions.
+    """The segments of a micro-batch's S tokens: distinct prompts, then rollouts' completions.
 
     All tensors are on the CPU. ``start`` and ``length`` (N,): the place of each segment in the row,
     consecutive; ``prompt`` (M,): the prompt's segment of each of the M completions, which are the
@@ -71,9 +71,9 @@ class Pieces:
     """N pieces of segments; the last ``asking`` tokens of each piece are queries, which see it.
 
     All tensors are on the CPU. ``start`` and ``length`` (N,) give each piece's segment up to the
-    piece's end, in the pack's row of S tokens, and ``prefix_start`` and ``prefix_length`` (N,) the
-    tokens seen before that. Queries are those of the pieces, consecutively; ``rows`` (S,) gives the
-    row of keys of each token.
+    piece's end, in the micro-batch's row of S tokens, and ``prefix_start`` and ``prefix_length``
+    (N,) the tokens seen before that. Queries are those of the pieces, consecutively; ``rows`` (S,)
+    gives the row of keys of each token.
     """
 
     start: Tensor
@@ -117,9 +117,9 @@ class AttentionBatch:
     """Segments attended in one SDPA call: N segments, padded to Lq queries and Lk keys.
 
     ``query`` (N, Lq) and ``key`` (N, Lk) index rows of queries and of keys, -1 for padding; the
-    rows are the pack's S tokens if one process has them all. ``mask`` (N, 1, Lq, Lk) is True where
-    a query sees a key; None means plain causal attention, in which no query sees padding on the
-    right. ``prepared`` caches values that all layers share.
+    rows are the micro-batch's S tokens if one process has them all. ``mask`` (N, 1, Lq, Lk) is True
+    where a query sees a key; None means plain causal attention, in which no query sees padding on
+    the right. ``prepared`` caches values that all layers share.
     """
 
     query: Tensor
@@ -170,7 +170,7 @@ class AttentionBatches:
 
 
 def batch_segments(segments: Segments) -> AttentionBatches:
-    """Cut a pack's attention into SDPA calls, on the CPU.
+    """Cut a micro-batch's attention into SDPA calls, on the CPU.
 
     Work and memory are proportional to tokens and padding, plus masks of at most ``MAX_MASK``
     elements per completion; only for a completion shorter than its shared prompt may the mask be

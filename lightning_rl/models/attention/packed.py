@@ -1,11 +1,12 @@
 """Exact attention over packed rollouts whose prompts are computed once.
 
-A pack is laid out as one row of S tokens: every distinct prompt once, then each rollout's
+A micro-batch is laid out as one row of S tokens: every distinct prompt once, then each rollout's
 completion (without its last token, which predicts nothing). A completion's tokens attend to their
 prompt and, causally, to themselves; prompts attend causally to themselves. That equals running each
 rollout on its own (Prefix Grouper, arXiv 2506.05433), and nothing is padded outside of attention.
 
-transformers calls :func:`packed_attention` for every layer with the pack's :class:`PackLayout`.
+transformers calls :func:`packed_attention` for every layer with the micro-batch's
+:class:`PackLayout`.
 """
 
 from collections.abc import Sequence
@@ -22,9 +23,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from lightning_rl.data.batch import host_of, ranges, token_rows
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention.batches import AttentionBatches, Pieces, Segments
-from lightning_rl.models.attention.lines import Lines, lines_of
-from lightning_rl.models.attention.open import OpenScores
-from lightning_rl.models.attention.short import attend_short, is_short
+from lightning_rl.models.attention.explicit_scores import OpenScores
+from lightning_rl.models.attention.short_segments import attend_short, is_short
+from lightning_rl.models.attention.unpacked import Lines, lines_of
 from lightning_rl.models.attention.varlen import (
     Fused,
     Varlen,
@@ -39,7 +40,7 @@ ATTENTION = "lightning_rl_packed"
 
 
 class TokenExchange(Protocol):
-    """Exchanges the tensors of attention for a rank that holds s of a pack's tokens."""
+    """Exchanges the tensors of attention for a rank that holds s of a micro-batch's tokens."""
 
     def gather_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
         """Exchange queries, keys and values (s, H, D) of own tokens for those to attend with.
@@ -67,18 +68,18 @@ class Attending(Protocol):
 
 @dataclass
 class PackLayout:
-    """The place of each token of a pack in the forward pass.
+    """The place of each token of a micro-batch in the forward pass.
 
     ``input_ids`` and ``position_ids`` (S,) feed the model. ``tokens`` (S,) are the same tokens, and
-    ``live`` (M,) the loss tokens, as indices into the pack's T tokens; ``rows`` (M,) are the loss
-    tokens' rollouts, and ``predictors`` (M,) the positions in S that predict them.
+    ``live`` (M,) the loss tokens, as indices into the micro-batch's T tokens; ``rows`` (M,) are the
+    loss tokens' rollouts, and ``predictors`` (M,) the positions in S that predict them.
     ``segments`` say which tokens see which, and ``longest`` is the largest number of tokens of a
     rollout, without its last. ``fused`` is the part that a fused kernel computes, chosen by
     :meth:`prepare` before a model's layers run; SDPA over ``batches`` computes the rest.
     With ``exchange``, the tokens, ``live``, ``rows`` and ``predictors`` are those of one rank of
     several (:mod:`lightning_rl.models.parallel.sequence`), and only ``segments`` those of the whole
-    pack; ``seen`` is what the rank's queries see, None: all are its queries. ``own`` (S,) flags the
-    rank's tokens, the rest fills its share up; None: all are.
+    micro-batch; ``seen`` is what the rank's queries see, None: all are its queries. ``own`` (S,)
+    flags the rank's tokens, the rest fills its share up; None: all are.
     """
 
     input_ids: Tensor
@@ -111,7 +112,7 @@ class PackLayout:
 
     @cached_property
     def lines(self) -> Lines:
-        """The pack with one rollout a line, for models that cannot compute packs."""
+        """The micro-batch with one rollout a line, for models that cannot compute packed rows."""
         return lines_of(self.segments).to(self.input_ids.device)
 
     @cached_property
@@ -131,13 +132,13 @@ class PackLayout:
         self.fused = Fused(dtype, heads, self.varlen, fused_kernel()) if heads else None
 
 
-def build_layout(pack: TensorDict) -> PackLayout:
-    """Lay out a pack (see :mod:`lightning_rl.data.batch`) for :func:`packed_attention`.
+def build_layout(micro_batch: TensorDict) -> PackLayout:
+    """Lay out a micro-batch (see :mod:`lightning_rl.data.batch`) for :func:`packed_attention`.
 
     The layout is computed on the CPU, even if a strategy makes another device the default.
     """
-    device = pack["tokens", "input_ids"].device
-    host = host_of(pack)
+    device = micro_batch["tokens", "input_ids"].device
+    host = host_of(micro_batch)
     rollouts = host["rollouts"]
     length, prompt_length = rollouts["length"], rollouts["prompt_length"]
     start = length.cumsum(0) - length
@@ -167,7 +168,7 @@ def build_layout(pack: TensorDict) -> PackLayout:
         x.to(device, non_blocking=True) for x in (tokens, positions, live, row, predictors)
     )
     return PackLayout(
-        input_ids=pack["tokens", "input_ids"][tokens],
+        input_ids=micro_batch["tokens", "input_ids"][tokens],
         position_ids=positions,
         tokens=tokens,
         live=live,
@@ -178,14 +179,14 @@ def build_layout(pack: TensorDict) -> PackLayout:
     )
 
 
-def of_all_tokens(pack: TensorDict, values: Tensor) -> Tensor:
-    """Spread ``values`` (S, ...) of the forward pass's tokens over the pack's T tokens.
+def of_all_tokens(micro_batch: TensorDict, values: Tensor) -> Tensor:
+    """Spread ``values`` (S, ...) of the forward pass's tokens over the micro-batch's T tokens.
 
     Rollouts that share a prompt share its values; the last token of each, which is in no forward
     pass, gets -1.
     """
-    layout, rollouts = build_layout(pack), host_of(pack)["rollouts"]
-    spread = values.new_full((pack["tokens"].batch_size[0], *values.shape[1:]), -1)
+    layout, rollouts = build_layout(micro_batch), host_of(micro_batch)["rollouts"]
+    spread = values.new_full((micro_batch["tokens"].batch_size[0], *values.shape[1:]), -1)
     spread[layout.tokens] = values
     length, prompt_length = rollouts["length"], rollouts["prompt_length"]
     start = length.cumsum(0) - length
@@ -214,7 +215,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **unsupported: object,
 ) -> tuple[Tensor, None]:
-    """Compute one layer's attention over a pack.
+    """Compute one layer's attention over a micro-batch.
 
     q is (1, H, S, D), k (1, Hkv, S, D) and v (1, Hkv, S, E); the result is (1, S, H, E).
 
@@ -246,7 +247,7 @@ def packed_attention(
     return output[None], None
 
 
-@torch.compiler.disable  # the number of batches changes with every pack
+@torch.compiler.disable  # the number of batches changes with every micro-batch
 def _batched(
     q: Tensor,
     k: Tensor,

@@ -1,8 +1,8 @@
 """Packed attention in one fused kernel call, where the device has one: torch's ``varlen_attn``.
 
 The kernel takes segments of queries and of keys, one after another without padding. Queries are the
-pack's own row; a completion's keys are its prompt's and its own. Causal, with fewer queries than
-keys, means aligned at the end, as a completion after its prompt needs.
+micro-batch's own row; a completion's keys are its prompt's and its own. Causal, with fewer queries
+than keys, means aligned at the end, as a completion after its prompt needs.
 """
 
 from collections.abc import Callable
@@ -73,15 +73,15 @@ def build_varlen(
 
 @dataclass(frozen=True)
 class Fused:
-    """The part of a pack's attention that the kernel computes.
+    """The part of a micro-batch's attention that the kernel computes.
 
     It is decided before a model's layers run: a trial of the kernel within a layer would be part of
     what that layer keeps for its backward pass, and of what ``torch.compile`` traces.
 
     Args:
         dtype: the 16-bit dtype that it computes in.
-        heads: width of the heads, and whether a sliding window is shorter than the pack's longest
-            rollout, of the layers that it takes.
+        heads: width of the heads, and whether a sliding window is shorter than the micro-batch's
+            longest rollout, of the layers that it takes.
         layout: which tokens attend to which.
         kernel: what computes it, of the arguments of :func:`plain_varlen`.
     """

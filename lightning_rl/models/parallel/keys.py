@@ -81,9 +81,9 @@ class _Gathered(torch.autograd.Function):
 def gathered(rows: Tensor, group: Any) -> Tensor:
     """Return the rows (r, ...) of all g ranks, concatenated in rank order, (g r, ...)."""
     rows = rows.contiguous()
-    found = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
-    dist.all_gather_into_tensor(found, rows, group=group)
-    return found
+    result = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(result, rows, group=group)
+    return result
 
 
 def summed(rows: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Deals a pack's tokens to several places that have the same heads.
+"""Deals a micro-batch's tokens to several places that have the same heads.
 
 Causal attention costs a query as many products as it sees keys, so that the end of a rollout costs
 most. Each place gets as many tokens as the others, and about as much of that work: of a long
@@ -31,7 +31,8 @@ SHORT = 8
 each piece's keys are gathered for it anew."""
 MASKED = 1 << 16
 """Most elements of a piece's mask, for which pieces share a call of SDPA. Larger ones have a call
-each, which needs none; it must not be short (:mod:`lightning_rl.models.attention.short`)."""
+each, which needs none; it must not be short
+(:mod:`lightning_rl.models.attention.short_segments`)."""
 
 
 class Piece(NamedTuple):
@@ -135,15 +136,15 @@ class PlacedQueries(Pieces):
 
     def varlen(self) -> Varlen:
         """For one call of a fused kernel."""
-        found = build_varlen(
+        result = build_varlen(
             self.start, self.length, self.prefix_start, self.prefix_length, self.asking
         )
-        found.keys = self.rows[found.keys]
-        return found
+        result.keys = self.rows[result.keys]
+        return result
 
 
 def tokens_of(segments: Segments, pieces: Sequence[Piece]) -> Tensor:
-    """Return the indices of some pieces' tokens in the pack's row, piece after piece."""
+    """Return the indices of some pieces' tokens in the micro-batch's row, piece after piece."""
     given = torch.tensor(pieces, dtype=torch.long, device="cpu").reshape(-1, 3)
     segment, begin, end = given.unbind(1)
     return ranges(segments.start[segment] + begin, end - begin)

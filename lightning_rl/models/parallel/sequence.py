@@ -1,12 +1,12 @@
-"""One pack's tokens over several ranks: sequence parallelism as DeepSpeed-Ulysses has it, and more.
+"""A micro-batch's tokens over several ranks: DeepSpeed-Ulysses' sequence parallelism, and more.
 
-Each of n ranks embeds and computes 1/n of a pack's tokens. Attention needs all of them: there an
-all-to-all gives each rank 1/n of the heads for every token, and another takes them back (Jacobs et
-al. 2023, arXiv 2309.14509). Where a model has fewer heads, u of the ranks share them so, and n / u
-such places share the queries (:mod:`lightning_rl.models.parallel.keys`). A picture is seen by the
-ranks that have some of its tokens. A pack stays its owner's. The others lend it their devices, for
-which they call the policy at the same time, and hear nothing of it: so losses, advantages,
-minibatches and metrics are what they are without.
+Each of n ranks embeds and computes 1/n of a micro-batch's tokens. Attention needs all of them:
+there an all-to-all gives each rank 1/n of the heads for every token, and another takes them back
+(Jacobs et al. 2023, arXiv 2309.14509). Where a model has fewer heads, u of the ranks share them so,
+and n / u such places share the queries (:mod:`lightning_rl.models.parallel.keys`). A picture is
+seen by the ranks that have some of its tokens. A micro-batch stays its owner's. The others lend it
+their devices, for which they call the policy at the same time, and hear nothing of it: so losses,
+advantages, minibatches and metrics are what they are without.
 
 Activations of a rollout take 1/n of the memory, so it may be n times as long.
 """
@@ -35,7 +35,7 @@ from lightning_rl.models.parallel.sharing import (
     head_ranks,
 )
 from lightning_rl.models.parallel.tensor import TensorRanks
-from lightning_rl.models.routing import Heard, joined
+from lightning_rl.models.routing import RouterOutputs, joined
 from lightning_rl.run.processes.dist import all_reduce_max
 from lightning_rl.vision.batch import NAME as PICTURES, as_column, sight_in
 
@@ -43,41 +43,43 @@ T = TypeVar("T")
 
 
 class Scores(NamedTuple):  # FSDP finds the tensors that a backward pass begins with in it
-    """Scores of a pack's M loss tokens; ``live`` are their indices in the pack.
+    """Scores of a micro-batch's M loss tokens; ``live`` are their indices in the micro-batch.
 
-    ``heard`` is of all tokens of the forward pass, where a mixture's routers are known; of several
-    ranks that compute packs together, of those tokens that this one computed. ``likeliest`` (M, K)
-    are the logprobs of the tokens that a teacher finds likeliest, if the policy follows one.
+    ``router_outputs`` is of all tokens of the forward pass, where a mixture's routers are known; of
+    several ranks that compute micro-batches together, of those tokens that this one computed.
+    ``likeliest`` (M, K) are the logprobs of the tokens that a teacher finds likeliest, if the
+    policy follows one.
     """
 
     live: Tensor
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None
-    heard: Heard | None = None
+    router_outputs: RouterOutputs | None = None
     likeliest: Tensor | None = None
 
 
 Scorer = Callable[[TensorDict, PackLayout], Scores]
-"""Scores the loss tokens of a pack that a layout names."""
+"""Scores the loss tokens of a micro-batch that a layout names."""
 
 
-class PackRanks:
-    """Neighbouring ranks that compute each other's packs together.
+class MicroBatchRanks:
+    """Neighbouring ranks that compute each other's micro-batches together.
 
-    Each has some of a pack's tokens (``sequence``), or some of the model's matrices (``tensor``,
-    :mod:`lightning_rl.models.parallel.tensor`), or both. Also where they share matrices, packs stay
-    their owners': ranks that had the same rollouts would have to agree on which of them collects,
-    records and saves them, and their engines would write everything n times, or all but one idle.
-    So of n ranks that share matrices each learns from all n packs, one after another. Losses are
-    weighted to be averaged over all ranks of the run, and FSDP2 averages over world / n of them,
-    those with the same part of the matrices: it gets 1/n of each gradient.
+    Each has some of a micro-batch's tokens (``sequence``), or some of the model's matrices
+    (``tensor``, :mod:`lightning_rl.models.parallel.tensor`), or both. Also where they share
+    matrices, micro-batches stay their owners': ranks that had the same rollouts would have to agree
+    on which of them collects, records and saves them, and their engines would write everything n
+    times, or all but one idle. So of n ranks that share matrices each learns from all n
+    micro-batches, one after another. Losses are weighted to be averaged over all ranks of the run,
+    and FSDP2 averages over world / n of them, those with the same part of the matrices: it gets 1/n
+    of each gradient.
 
     All ranks of the run make theirs at the same time.
 
     Args:
         config: the model's configuration.
-        sequence: number of ranks that share the tokens of a pack.
+        sequence: number of ranks that share the tokens of a micro-batch.
         tensor: ranks that share the matrices; None: each has all of them.
 
     Raises:
@@ -100,7 +102,7 @@ class PackRanks:
         self.index = dist.get_rank(self.group)
         self.shares, self.share = sequence, self.index // self.copies
         self.holders = self.group if self.copies == 1 else self._every(1, sequence)
-        """Ranks that have this one's part of the matrices, and other tokens of the same packs."""
+        """Ranks with this one's part of the matrices, and other tokens of its micro-batches."""
         self.sharing = self._sharing(head_ranks(sequence, *head_counts(config, self.copies)))
 
     def _every(self, step: int, count: int) -> Any:
@@ -113,8 +115,8 @@ class PackRanks:
             for begin in range(0, dist.get_world_size(), block)
             for first in range(begin, begin + step * self.copies)
         ]
-        found, _ = dist.new_subgroups_by_enumeration(groups)
-        return found
+        result, _ = dist.new_subgroups_by_enumeration(groups)
+        return result
 
     def _sharing(self, heads: int) -> Sharing:
         """Return the sharing in which ``heads`` neighbours share heads, and the rest queries."""
@@ -126,45 +128,51 @@ class PackRanks:
         others = self.holders if heads == 1 else self._every(heads, places)
         return QuerySharing(self.share // heads, others, places, heads, exchange)
 
-    def scores(self, pack: TensorDict, score: Scorer) -> Scores:
-        """Score this rank's pack; all of these ranks call it together, each with its own.
+    def scores(self, micro_batch: TensorDict, score: Scorer) -> Scores:
+        """Score this rank's micro-batch; all of these ranks call it together, each with its own.
 
-        Packs with loss tokens are computed one after another, each by all. A pack without any is
-        not, but a backward pass from its empty scores takes part in those of the others.
+        Micro-batches with loss tokens are computed one after another, each by all. A micro-batch
+        without any is not, but a backward pass from its empty scores takes part in those of the
+        others.
         """
-        tokens = pack["tokens"]
+        tokens = micro_batch["tokens"]
         live = tokens["loss_mask"].nonzero().squeeze(1)
-        packs = self._packs(pack, bool(len(live)))
+        micro_batches = self._micro_batches(micro_batch, bool(len(live)))
         parts = [
             self._together(_on(tokens["loss_mask"].device, theirs), owner, score)
-            for owner, theirs in packs
+            for owner, theirs in micro_batches
         ]
-        columns, heard = zip(*parts, strict=True)
+        columns, router_outputs = zip(*parts, strict=True)
         logprobs, entropy, *values = map(torch.cat, zip(*columns, strict=True))
-        counts = bool(packs[0][1]["tokens", "loss_mask"].any())  # else it is computed for its sake
-        together = None if heard[0] is None else joined(heard, counts)
+        # Else it is computed for its sake.
+        counts = bool(micro_batches[0][1]["tokens", "loss_mask"].any())
+        together = None if router_outputs[0] is None else joined(router_outputs, counts)
         return Scores(live, logprobs, entropy, values[0] if values else None, together)
 
-    def _packs(self, pack: TensorDict, has_loss: bool) -> list[tuple[int, TensorDict]]:
-        """Return packs with loss tokens, on the CPU, and their owners; else the first."""
-        ours = _columns(pack) if has_loss else None
-        packs: list[TensorDict | None] = [None] * self.size
-        dist.all_gather_object(packs, ours, group=self.group)
-        found = [(owner, theirs) for owner, theirs in enumerate(packs) if theirs is not None]
-        if found:
-            return found
-        shared: list[TensorDict] = [_columns(pack)]
+    def _micro_batches(
+        self, micro_batch: TensorDict, has_loss: bool
+    ) -> list[tuple[int, TensorDict]]:
+        """Return micro-batches with loss tokens, on the CPU, and their owners; else the first."""
+        ours = _columns(micro_batch) if has_loss else None
+        micro_batches: list[TensorDict | None] = [None] * self.size
+        dist.all_gather_object(micro_batches, ours, group=self.group)
+        result = [
+            (owner, theirs) for owner, theirs in enumerate(micro_batches) if theirs is not None
+        ]
+        if result:
+            return result
+        shared: list[TensorDict] = [_columns(micro_batch)]
         dist.broadcast_object_list(shared, group=self.group, group_src=0)
         return [(0, shared[0])]
 
     def _together(
-        self, pack: TensorDict, owner: int, score: Scorer
-    ) -> tuple[tuple[Tensor, ...], Heard | None]:
-        """Score one pack: return logprobs, entropies and values (M,) for its owner, else (0,).
+        self, micro_batch: TensorDict, owner: int, score: Scorer
+    ) -> tuple[tuple[Tensor, ...], RouterOutputs | None]:
+        """Score a micro-batch: return logprobs, entropies, values (M,) for its owner, else (0,).
 
         With them comes what the routers did with this rank's tokens.
         """
-        layout = build_layout(pack)
+        layout = build_layout(micro_batch)
         dealt = self.sharing.deal(layout.segments)
         device, share = layout.tokens.device, len(dealt.order) // self.shares
         begin = self.share * share
@@ -174,7 +182,7 @@ class PackRanks:
         order = dealt.order[begin : begin + share]
         tokens = order.clamp(min=0).to(device)  # lacking: the first
         found = score(
-            pack,
+            micro_batch,
             PackLayout(
                 input_ids=layout.input_ids[tokens],
                 tokens=layout.tokens[tokens],
@@ -193,31 +201,31 @@ class PackRanks:
         columns += [] if found.values is None else [found.values]
         wide = torch.promote_types(found.logprobs.dtype, columns[-1].dtype)
         sent = _ToOwner.apply(self, owner, holder, own, *(column.to(wide) for column in columns))
-        return sent, found.heard
+        return sent, found.router_outputs
 
 
 _SCORED = ("input_ids", "loss_mask", "no_end", "turn_start", "routed_experts")
 
 
-def _columns(pack: TensorDict) -> TensorDict:
-    """Return the columns of a pack that scoring reads, on the CPU."""
-    tokens = pack["tokens"]
+def _columns(micro_batch: TensorDict) -> TensorDict:
+    """Return the columns of a micro-batch that scoring reads, on the CPU."""
+    tokens = micro_batch["tokens"]
     names = [n for n in _SCORED if n in tokens]
-    parts = {"tokens": tokens.select(*names, *sight_in(tokens)).cpu(), **_table(pack)}
-    return PackedBatch({**parts, "rollouts": pack["rollouts"].cpu()}, batch_size=[])
+    parts = {"tokens": tokens.select(*names, *sight_in(tokens)).cpu(), **_table(micro_batch)}
+    return PackedBatch({**parts, "rollouts": micro_batch["rollouts"].cpu()}, batch_size=[])
 
 
-def _table(pack: TensorDict) -> dict[str, Any]:
-    """Return the table of a pack's pictures, if it has any."""
-    return {PICTURES: as_column(pack[PICTURES])} if PICTURES in pack else {}
+def _table(micro_batch: TensorDict) -> dict[str, Any]:
+    """Return the table of a micro-batch's pictures, if it has any."""
+    return {PICTURES: as_column(micro_batch[PICTURES])} if PICTURES in micro_batch else {}
 
 
-def _on(device: torch.device, pack: TensorDict) -> TensorDict:
-    """Copy a pack to a device, keeping a copy on the CPU for its layout."""
+def _on(device: torch.device, micro_batch: TensorDict) -> TensorDict:
+    """Copy a micro-batch to a device, keeping a copy on the CPU for its layout."""
     if device.type == "cpu":
-        return pack
-    parts = {name: pack[name].to(device) for name in ("tokens", "rollouts")}
-    return PackedBatch({**parts, **_table(pack), "host": pack}, batch_size=[])
+        return micro_batch
+    parts = {name: micro_batch[name].to(device) for name in ("tokens", "rollouts")}
+    return PackedBatch({**parts, **_table(micro_batch), "host": micro_batch}, batch_size=[])
 
 
 def require_heads(size: int, query: int, key: int) -> None:
@@ -265,7 +273,7 @@ class HeadExchange:
 
 
 class _ToOwner(torch.autograd.Function):
-    """Sends columns of a pack's M loss tokens to its owner: each rank those that it computed.
+    """Sends columns of a micro-batch's M loss tokens to its owner: each rank what it computed.
 
     ``holder`` (M,) says which rank computes which. Gradients go from the owner to all ranks; a
     column without one has none anywhere.
@@ -273,7 +281,7 @@ class _ToOwner(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, ranks: PackRanks, owner: int, holder: Tensor, own: Tensor, *columns: Tensor
+        ctx: Any, ranks: MicroBatchRanks, owner: int, holder: Tensor, own: Tensor, *columns: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.ranks, ctx.owner, ctx.count = ranks, owner, len(holder)
         ctx.like = columns[0]
@@ -309,23 +317,23 @@ class _ToOwner(torch.autograd.Function):
 
 
 def turns(
-    packs: Sequence[T], ranks: PackRanks | None, together: bool, least: int = 0
+    micro_batches: Sequence[T], ranks: MicroBatchRanks | None, together: bool, least: int = 0
 ) -> Iterator[T | None]:
-    """Yield this rank's packs in turn; None when it computes another rank's pack, or an empty one.
+    """Yield this rank's micro-batches in turn; None when it computes another's, or an empty one.
 
-    Of ranks that compute packs together, one has its turn at a time, so that no device holds the
-    activations of more than one pack.
+    Of ranks that compute micro-batches together, one has its turn at a time, so that no device
+    holds the activations of more than one micro-batch.
 
     Args:
-        packs: this rank's packs.
-        ranks: the ranks that compute packs together; None: this one computes alone.
+        micro_batches: this rank's micro-batches.
+        ranks: the ranks that compute micro-batches together; None: this one computes alone.
         together: whether all ranks of the run take equally many rounds.
         least: minimum number of rounds.
     """
-    rounds = max(len(packs), least)
+    rounds = max(len(micro_batches), least)
     if together:
         rounds = int(all_reduce_max(rounds))
-    for place in range(rounds):
+    for position in range(rounds):
         for turn in range(1 if ranks is None else ranks.size):
-            own = ranks is None or turn == ranks.index
-            yield packs[place] if own and place < len(packs) else None
+            is_own_turn = ranks is None or turn == ranks.index
+            yield micro_batches[position] if is_own_turn and position < len(micro_batches) else None

@@ -1,4 +1,4 @@
-"""Ways in which ranks share a pack's tokens: in order, or dealt by work.
+"""Ways in which ranks share a micro-batch's tokens: in order, or dealt by work.
 
 Ranks share attention's heads, and where there are fewer heads than ranks its queries, too.
 """
@@ -40,7 +40,7 @@ def head_ranks(ranks: int, query: int, key: int) -> int:
 
 
 class Dealt(NamedTuple):
-    """The distribution of a pack's row of S tokens over n ranks, s each.
+    """The distribution of a micro-batch's row of S tokens over n ranks, s each.
 
     ``order`` (n s,), on the CPU: the tokens of each rank in turn, as indices into the row; -1 for
     padding. ``seen`` is what this rank's queries see; None: all tokens are its queries.
@@ -52,10 +52,10 @@ class Dealt(NamedTuple):
 
 
 class Sharing(Protocol):
-    """A way in which ranks share a pack's tokens."""
+    """A way in which ranks share a micro-batch's tokens."""
 
     def deal(self, segments: Segments) -> Dealt:
-        """Deal the tokens of a pack's segments; all ranks call it with the same segments."""
+        """Deal the tokens of a micro-batch's segments; all ranks call it with the same segments."""
 
 
 @dataclass(frozen=True)

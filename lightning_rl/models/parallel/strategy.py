@@ -28,7 +28,7 @@ def refuse_mesh(module: LightningModule) -> None:
 
 
 def warn_if_experimental(device: torch.device, **sizes: int) -> None:
-    """Warn of processes that compute packs together on GPUs, which was only tried on CPUs."""
+    """Warn of GPUs that compute micro-batches together, which was only tried on CPUs."""
     shared = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     if shared and device.type == "cuda":
         rank_zero_warn(
@@ -48,12 +48,13 @@ class ShardedStrategy(ModelParallelStrategy):
     Args:
         cpu_offload: keep shards of weights, gradients and the optimizer's state in host memory, and
             step there; a GPU then holds what is gathered and activations. Slow.
-        sequence: processes that compute each pack together, each its share of the tokens, for
-            rollouts whose activations do not fit on one device; a divisor of the number of
+        sequence: processes that compute each micro-batch together, each its share of the tokens,
+            for rollouts whose activations do not fit on one device; a divisor of the number of
             processes.
-        tensor: processes that have each layer's matrices together, and compute each pack together,
-            for models whose layers do not fit on one device; a divisor of the number of processes,
-            of the model's attention and key-value heads, of its MLPs' width and its vocabulary.
+        tensor: processes that have each layer's matrices together, and compute each micro-batch
+            together, for models whose layers do not fit on one device; a divisor of the number of
+            processes, of the model's attention and key-value heads, of its MLPs' width and its
+            vocabulary.
         expert: processes that have a mixture's experts together, to whom tokens travel, so that
             fewer are gathered; a divisor of the number of processes, and of that of experts.
         save_distributed_checkpoint: each process writes its share into a folder; False: rank 0

@@ -1,10 +1,10 @@
 """One model's matrices over several ranks: tensor parallelism as Megatron-LM has it.
 
 Each of n ranks has 1/n of the attention heads, of an MLP's inner width and of the vocabulary, and
-computes its part of every layer for all tokens of a pack. Where the parts meet, behind attention
-and behind the MLP, an all-reduce adds them up; in the backward pass another adds up the gradients
-in front of them (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Norms, and all else that is not
-in transformers' plan of the model (``base_model_tp_plan``), every rank computes alike.
+computes its part of every layer for all tokens of a micro-batch. Where the parts meet, behind
+attention and behind the MLP, an all-reduce adds them up; in the backward pass another adds up the
+gradients in front of them (Shoeybi et al. 2019, arXiv 1909.08053, section 3). Norms, and all else
+that is not in transformers' plan of the model (``base_model_tp_plan``), every rank computes alike.
 
 Parameters are DTensors, so that FSDP2 shards each rank's part further, and checkpoints, norms and
 exports see whole tensors. Layers compute with plain local parts: no other code sees a DTensor.

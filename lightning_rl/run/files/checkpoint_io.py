@@ -200,10 +200,10 @@ def about(path: Path) -> dict[str, Any]:
     file = path / "meta.pt" if path.is_dir() else path  # shards keep all but weights there
     try:
         checkpoint = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        told: dict[str, Any] = checkpoint["lightning_rl"]
+        entry: dict[str, Any] = checkpoint["lightning_rl"]
     except Exception:
         return {}
-    return told
+    return entry
 
 
 class _HashingFile:

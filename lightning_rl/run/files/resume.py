@@ -49,7 +49,7 @@ HARMLESS = (
     "model.model",  # the weights are the checkpoint's
     "model.loading.gradient_checkpointing",
     "model.compile",
-    "model.update.max_tokens_per_pack",
+    "model.update.max_tokens_per_micro_batch",
     "data.engine",
     "data.evaluation",
     "data.max_failed_share",
@@ -151,8 +151,8 @@ def enter_run(trainer: Trainer, module: Any, checkpoints: Path) -> str:
 
 
 def _identity_file(checkpoints: Path) -> Path:
-    own = checkpoints.name == "checkpoints"  # of a run directory; else a folder of the user's
-    return (checkpoints.parent if own else checkpoints) / "run.json"
+    in_run = checkpoints.name == "checkpoints"  # of a run directory; else a folder of the user's
+    return (checkpoints.parent if in_run else checkpoints) / "run.json"
 
 
 def _identity(checkpoints: Path) -> dict[str, Any]:
@@ -297,9 +297,9 @@ def check_early(trainer: Trainer) -> None:
     module: Any = trainer.lightning_module
     path = module.going_on_from
     if trainer.state.fn == "fit" and path is not None:
-        told = about(path)
-        _check(module, told, path)
-        if (day := (told.get("run") or {}).get("day")) is not None:
+        entry = about(path)
+        _check(module, entry, path)
+        if (day := (entry.get("run") or {}).get("day")) is not None:
             module.day.date = day  # before prompts are measured
 
 

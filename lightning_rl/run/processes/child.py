@@ -166,6 +166,6 @@ def tail(log: IO[bytes], most: int) -> bytes:
 def last_lines(output: bytes | bytearray, most: int | None = None) -> str:
     """Return the last lines that a process printed, after a colon; empty if it printed nothing."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines()]
-    said = [line for line in lines if line]
-    told = " | ".join(said if most is None else said[-most:])
-    return f": {told[-_REASON_CHARACTERS:]}" if told else ""
+    written = [line for line in lines if line]
+    text = " | ".join(written if most is None else written[-most:])
+    return f": {text[-_REASON_CHARACTERS:]}" if text else ""

@@ -79,8 +79,8 @@ def share_cores(trainer: Trainer, chosen: int | None = None) -> None:
         rank_zero_info(f"using {processes} processes of {each} each on {cores} cores")
         if on_cpu and processes * threads > cores:
             rank_zero_warn(_too_many(processes, threads, cores))
-    if spin_briefly() and on_cpu and threads > 1 and (told := why_slow()):
-        rank_zero_info(told)
+    if spin_briefly() and on_cpu and threads > 1 and (reason := why_slow()):
+        rank_zero_info(reason)
 
 
 @contextmanager

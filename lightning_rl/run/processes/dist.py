@@ -255,10 +255,10 @@ def every_rank() -> Iterator[None]:
             raise
         failure = error
     if any_rank(failure is not None):
-        told = gather(None if failure is None else _description(failure))
+        failures = gather(None if failure is None else _description(failure))
         if failure is None:
             number, (kind, message, *more) = next(
-                (n, d) for n, d in enumerate(told) if d is not None
+                (n, d) for n, d in enumerate(failures) if d is not None
             )
             failure = kind(f"rank {number}: {message}", *more)
         setattr(failure, _KNOWN, True)

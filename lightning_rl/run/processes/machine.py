@@ -126,8 +126,8 @@ def cuda_compiler() -> str | None:
     """Return the CUDA version of nvcc; None without one."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-    said = _answer([nvcc, "--version"]) if nvcc else None
-    release = re.search(r"release (\d+\.\d+)", said or "")
+    printed = _answer([nvcc, "--version"]) if nvcc else None
+    release = re.search(r"release (\d+\.\d+)", printed or "")
     return release[1] if release else None
 
 

@@ -64,8 +64,8 @@ def lost_peer(error: BaseException) -> PeerLostError | None:
                 "others cannot continue without it: run the same command with --ckpt_path last"
             ),
         )
-    found: PeerLostError = getattr(error, _FOUND)
-    return found
+    result: PeerLostError = getattr(error, _FOUND)
+    return result
 
 
 def _is_of_a_lost_connection(error: BaseException) -> bool:

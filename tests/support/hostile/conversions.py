@@ -114,7 +114,7 @@ CALLS: list[Call] = [
     verl("a section that is a number", "in no table", actor_rollout_ref=5, right=True),
     verl("numbers of verl in quotes", "group_size: 4",
          actor_rollout_ref={"rollout": {"n": "4"}}, right=True),
-    verl("weights and bypass at once", "trust_engine_logprobs: true", algorithm={
+    verl("weights and bypass at once", "use_rollout_logprobs: true", algorithm={
         "rollout_correction": {"bypass_mode": True, "rollout_is": "token"}}, right=True),
     file("an empty file", "yaml", "", "holds nothing"),
     file("a list of numbers", "yaml", "[1, 2]", "holds list"),

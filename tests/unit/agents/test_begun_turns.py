@@ -14,7 +14,7 @@ from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.collect.pipeline import RolloutPipeline
 from lightning_rl.data.chats import render
-from lightning_rl.data.ends import ends_of
+from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import DataError
@@ -35,7 +35,7 @@ class Writes(FakeEngine):
     max_length = 10_000
 
     def __init__(self, tokenizer, text):
-        self.wrote = [*encoded(tokenizer, text), ends_of(tokenizer).turn]
+        self.wrote = [*encoded(tokenizer, text), end_tokens_of(tokenizer).turn]
         self.asked = []
 
     async def generate(self, token_ids, sampling, seed):

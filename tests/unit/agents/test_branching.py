@@ -28,7 +28,7 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.rollouts.rows import rows_of
 from lightning_rl.engines import Sampling
 from lightning_rl.errors import ConfigError, EngineError, EpisodeError
-from lightning_rl.extend import EveryCall, RandomCalls, TheseCalls, forked
+from lightning_rl.extend import EveryCall, FixedCalls, RandomCalls, forked
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
 from lightning_rl.serving import FunctionAgent
@@ -157,7 +157,7 @@ def chosen(points, calls: int = 8, seed: int = 0) -> list[int]:
 def test_calls_before_which_it_is_forked():
     assert chosen(EveryCall()) == [2, 3, 4, 5, 6, 7, 8]
     assert chosen(EveryCall(first=3, step=3)) == [3, 6]
-    assert chosen(TheseCalls([2, 6, 20])) == [2, 6]
+    assert chosen(FixedCalls([2, 6, 20])) == [2, 6]
     some = [chosen(RandomCalls(0.25), seed=seed) for seed in range(400)]
     assert some[3] == chosen(RandomCalls(0.25), seed=3)
     assert fmean(map(len, some)) == pytest.approx(7 * 0.25, abs=0.25)
@@ -166,8 +166,8 @@ def test_calls_before_which_it_is_forked():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: TheseCalls([1, 2]), r"numbers=\[1, 2\]\) must name calls >= 2.*group_size"),
-        (lambda: TheseCalls([]), "must name calls >= 2"),
+        (lambda: FixedCalls([1, 2]), r"numbers=\[1, 2\]\) must name calls >= 2.*group_size"),
+        (lambda: FixedCalls([]), "must name calls >= 2"),
         (lambda: EveryCall(first=1), "first=1 must be >= 2"),
         (lambda: EveryCall(step=0), "step=0 must be >= 1"),
         (lambda: RandomCalls(0.0), r"share=0.0\) must be > 0 and <= 1"),
@@ -300,7 +300,7 @@ def test_one_that_is_interrupted_ends_as_if_it_had_not_been(stopped_after, token
 
 
 def test_the_agent_may_be_a_function_of_ones_own():
-    plan, agent, engine = Branching(at=TheseCalls([3])), FunctionAgent(play), Hashing()
+    plan, agent, engine = Branching(at=FixedCalls([3])), FunctionAgent(play), Hashing()
     engine.max_length = 512
     try:
         prompt = Prompt("p", [{"role": "user", "content": "12="}], [4, 5, 2])
@@ -376,7 +376,7 @@ def trained(tiny_model, where, *extra, module=None, ckpt_path=None, **data):
     module = module or grpo(tiny_model, advantage=TreeRLOO(), ppo_epochs=2)
     options = {
         "agent": ThreeCalls(),
-        "plan": Branching(at=TheseCalls([2])),
+        "plan": Branching(at=FixedCalls([2])),
         "groups_per_iteration": 3,
         "group_size": 3,
         "iterations_per_epoch": 3,

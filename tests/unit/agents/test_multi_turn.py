@@ -22,7 +22,7 @@ from lightning_rl.agents.base import (
 )
 from lightning_rl.agents.multi_turn import MultiTurn
 from lightning_rl.collect.pipeline import RolloutPipeline
-from lightning_rl.data.ends import Ends
+from lightning_rl.data.end_tokens import EndTokens
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError, EngineError
@@ -158,7 +158,7 @@ def test_a_turn_ends_by_any_end_of_the_model(tokenizer):
 
     agent = MultiTurn(Listens)
     agent.configure(copy(tokenizer))
-    agent._tokenizer.ends = Ends((EOS, nine), text=EOS, turn=EOS)
+    agent._tokenizer.ends = EndTokens((EOS, nine), text=EOS, turn=EOS)
     whole = new()
     asyncio.run(agent.run(whole, Scripted([[5, nine], [10, EOS]]), Sampling(max_tokens=40)))
     assert whole.token_ids == [5, nine, EQUALS, 10, EOS]

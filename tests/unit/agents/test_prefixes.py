@@ -3,7 +3,7 @@
 from hypothesis import given, settings, strategies as st
 
 from lightning_rl.agents.prefixes import Prefixes, begins
-from lightning_rl.engines import kept_texts
+from lightning_rl.engines import prefix_cache
 from lightning_rl.rollout import Row, SamplingDistribution
 
 KINDS = [("", None), ("critic", None), ("", SamplingDistribution(temperature=0.5))]
@@ -58,11 +58,12 @@ def test_rows_that_are_refused_are_passed_over(steps):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(steps=STEPS)
 def test_equal_hashes_of_other_tokens_are_told_apart(steps):
-    base, kept_texts._BASE = kept_texts._BASE, kept_texts.np.uint64(1)  # so order does not count
+    # So order does not count.
+    base, prefix_cache._BASE = prefix_cache._BASE, prefix_cache.np.uint64(1)
     try:
         play(steps, lambda row, prompt: True)
     finally:
-        kept_texts._BASE = base
+        prefix_cache._BASE = base
 
 
 def test_a_token_that_is_0_is_a_token():

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.agents.templates import TurnTemplate, tool_reply
 from lightning_rl.agents.tools import ToolAgent
-from lightning_rl.data.ends import find_ends
+from lightning_rl.data.end_tokens import find_end_tokens
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.models.tokenizer import RunDay, with_chat_variables
@@ -99,7 +99,7 @@ def with_ends(name, eos, *ends, **options):
     tokenizer = chat_tokenizer(name, eos=eos, **options)
     tokenizer.add_special_tokens({"additional_special_tokens": list(ends)})
     numbers = tokenizer.convert_tokens_to_ids([eos, *ends])
-    tokenizer.ends = find_ends(tokenizer, numbers)
+    tokenizer.ends = find_end_tokens(tokenizer, numbers)
     return tokenizer, numbers
 
 

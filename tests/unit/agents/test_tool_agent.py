@@ -13,7 +13,7 @@ from lightning_rl.agents.base import Agent, continuation_seed, is_over
 from lightning_rl.agents.templates import HermesParser, ParsedCall, ToolParser, TurnTemplate
 from lightning_rl.agents.tools import ToolAgent, tool_schema
 from lightning_rl.collect.pipeline import run_agent
-from lightning_rl.data.ends import find_ends
+from lightning_rl.data.end_tokens import find_end_tokens
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Completion, Sampling
@@ -99,7 +99,7 @@ def test_a_call_may_end_by_another_token_than_an_answer():
     """Llama 3.1 ends calls by <|eom_id|>, and an answer by <|eot_id|>."""
     tokenizer = chat_tokenizer("qwen3")
     tokenizer.add_tokens(["<|eom_id|>"])  # for this tokenizer an ordinary token
-    tokenizer.ends = find_ends(tokenizer, tokenizer("<|eom_id|>")["input_ids"])
+    tokenizer.ends = find_end_tokens(tokenizer, tokenizer("<|eom_id|>")["input_ids"])
     agent = ToolAgent([add])
     agent.configure(tokenizer)
     for end in (END, "<|eom_id|>"):
@@ -206,7 +206,7 @@ class Hangs(ToolParser):
 
 
 def test_a_turn_that_a_parser_reads_too_slowly_is_one_without_a_call(monkeypatch):
-    monkeypatch.setattr("lightning_rl.agents.reading.READ_S", 0.2)
+    monkeypatch.setattr("lightning_rl.agents.tool_call_parsing.READ_S", 0.2)
     agent = ToolAgent([add], Hangs())
     agent.configure(TOKENIZER)
     said = f"slowly {call(a=1, b=1)}"

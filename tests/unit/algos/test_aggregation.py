@@ -19,7 +19,7 @@ RULES = [TokenMean(), SequenceMean(), PromptMean(), TokenSum(max_tokens=12)]
 
 
 def three(make_rollout):
-    """Pack model tokens: 1 (of 2) and 3 in group a, 2 in group b."""
+    """Micro-batch model tokens: 1 (of 2) and 3 in group a, 2 in group b."""
     return pack_rollouts(
         [
             make_rollout([3], [4, 5], loss_mask=[True, False], group_id="a"),
@@ -110,7 +110,9 @@ def test_no_tokens_are_refused():
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_rollouts, rule):
+def test_gradients_do_not_depend_on_micro_batches_or_order(
+    tiny_model, train_on, random_rollouts, rule
+):
     rollouts = random_rollouts(62, groups=5)
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(1)).tolist()
     shuffled = [rollouts[i] for i in order]
@@ -118,7 +120,7 @@ def test_gradients_do_not_depend_on_packs_or_order(tiny_model, train_on, random_
     def gradient(arranged, budget: int) -> Tensor:
         module = PolicyModule(
             str(tiny_model), aggregation=rule, advantage=GRPO(False),
-            update={"max_grad_norm": None, "max_tokens_per_pack": budget},
+            update={"max_grad_norm": None, "max_tokens_per_micro_batch": budget},
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
         )  # fmt: skip
         train_on(module, [pack_rollouts(arranged)])

@@ -19,9 +19,9 @@ from lightning_rl.algos.kl import K2Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.algos.objective import Objective
 from lightning_rl.callbacks import WeightSync
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import SyncCollector
-from lightning_rl.collect.early_cut import PartialCollector
+from lightning_rl.collect.partial import PartialCollector
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.policy import Scores
@@ -153,7 +153,7 @@ def test_impossible_bounds_are_refused(make, message):
         (OneStepOffCollector(), {}, True),
         (PartialCollector(), {}, True),
         (AsyncCollector(max_staleness=1), {"correction": TokenTIS()}, False),
-        (AsyncCollector(max_staleness=1), {"trust_engine_logprobs": True}, False),
+        (AsyncCollector(max_staleness=1), {"use_rollout_logprobs": True}, False),
         (AsyncCollector(max_staleness=0), {}, False),
         (SyncCollector(), {}, False),
     ],
@@ -170,7 +170,7 @@ def test_stale_rollouts_that_nothing_corrects_for_are_warned_of(
         data.load_prompts("fit")
     messages = [str(w.message) for w in seen if "asynchronous rollouts" in str(w.message)]
     assert len(messages) == warns
-    assert all("nothing corrects for it; set model.trust_engine" in m for m in messages)
+    assert all("nothing corrects for it; set model.use_rollout" in m for m in messages)
 
 
 # ---------------------------------------------------------------- in the loss
@@ -196,13 +196,13 @@ def test_weights_multiply_the_policy_loss_but_not_the_kl():
 
 @pytest.mark.parametrize("budget", [100_000, 25])
 @pytest.mark.parametrize("make", [TokenTIS, SequenceTIS, GeometricTIS])
-def test_metrics_of_an_iteration_do_not_depend_on_packs(
+def test_metrics_of_an_iteration_do_not_depend_on_micro_batches(
     tiny_model, train_on, random_batch, make, budget
 ):
     module = PolicyModule(
         str(tiny_model),
         correction=make(cap=1.5),
-        update={"max_tokens_per_pack": budget, "ppo_epochs": 2},
+        update={"max_tokens_per_micro_batch": budget, "ppo_epochs": 2},
     )
     module.configure_model()
 

@@ -70,11 +70,11 @@ def test_each_token_gets_its_own_difference(make_rollout):
     batch = pack_rollouts([one, two, given])
     alone = Distillation(coef=2.0)(batch.copy())["tokens", "advantages"].tolist()
     assert alone == pytest.approx([0, 2 * 1.5, 0, 2 * -20.0, 0, 0, 0, 0])
-    both = Distillation(coef=2.0, beside=GRPO())(batch)["tokens", "advantages"].tolist()
+    both = Distillation(coef=2.0, base_advantage=GRPO())(batch)["tokens", "advantages"].tolist()
     half = 1 / math.sqrt(2)
     assert both == pytest.approx([0, half + 3, 0, half - 40, 0, -half, 0, 0], rel=1e-5)
     assert Distillation().min_group_size == 1
-    assert Distillation(beside=GRPO()).min_group_size == 2
+    assert Distillation(base_advantage=GRPO()).min_group_size == 2
     # Rollouts that no teacher has looked at have no term.
     plain = Distillation()(pack_rollouts([two]))["tokens", "advantages"]
     assert plain.tolist() == [0, 0]
@@ -146,7 +146,7 @@ def test_the_loss_by_hand():
     expected = 0.25 * math.log(2)
     assert loss.tolist() == pytest.approx([3 * expected, 0.0])
     assert metrics["teacher_divergence"].tolist() == pytest.approx([expected, 0.0])
-    loss, _ = TeacherDivergence(beta=0.0, beside=PPOClip())(logprobs, tokens)
+    loss, _ = TeacherDivergence(beta=0.0, base_loss=PPOClip())(logprobs, tokens)
     assert loss.tolist() == pytest.approx([expected - 1.0, -1.0])
     loss, _ = TeacherDivergence(beta=1.0)(logprobs, tokens)  # 1/4 ln 1/2 + 1/2 ln 2
     assert loss.tolist() == pytest.approx([0.25 * math.log(2), 0.0])
@@ -167,8 +167,8 @@ class Noting(Reinforce):
         return super().__call__(logprobs, tokens)
 
 
-@pytest.mark.parametrize("beside", [None, GRPO()])
-def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_on, beside):
+@pytest.mark.parametrize("base_advantage", [None, GRPO()])
+def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_on, base_advantage):
     """Other weights wrote the tokens: -2 each, far from what the policy says."""
     rollouts = [
         taught(
@@ -179,13 +179,13 @@ def test_the_term_is_of_the_policy_in_each_pass(tiny_model, make_rollout, train_
     given = taught(make_rollout, [-0.5], group_id="e", demonstration=True)
     loss = Noting()
     module = PolicyModule(
-        str(tiny_model), advantage=Distillation(3.0, beside), loss=loss,
+        str(tiny_model), advantage=Distillation(3.0, base_advantage), loss=loss,
         optimizer=sgd, update={"ppo_epochs": 2, "max_grad_norm": None},
     )  # fmt: skip
     train_on(module, [pack_rollouts([*rollouts, given])])
     (before, tokens), (after, later) = loss.seen
     assert (before - after).abs().max() > 1e-2
-    half = 0.0 if beside is None else 1 / math.sqrt(2)
+    half = 0.0 if base_advantage is None else 1 / math.sqrt(2)
     for logprobs, seen in ((before, tokens), (after, later)):
         one, other = (3 * (-0.5 - p) for p in logprobs[[0, 2]].tolist())
         expected = [one - half, -half, other + half, half, 0.0]

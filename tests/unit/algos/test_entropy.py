@@ -37,7 +37,8 @@ def without_advantages(random_batch, seed: int):
 
 def module_of(tiny_model, entropy, lr: float) -> PolicyModule:
     module = PolicyModule(
-        str(tiny_model), entropy=entropy, update={"max_grad_norm": None, "max_tokens_per_pack": 25},
+        str(tiny_model), entropy=entropy,
+        update={"max_grad_norm": None, "max_tokens_per_micro_batch": 25},
         optimizer=lambda p: torch.optim.SGD(p, lr=lr),
     )  # fmt: skip
     module.configure_model()

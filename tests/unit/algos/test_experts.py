@@ -10,7 +10,7 @@ from lightning_rl.algos.experts import ExpertLoad, balance_loss
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
 from lightning_rl.extend import LoadBalance, OldRouting, RolloutRouting
-from lightning_rl.models.routing import Heard
+from lightning_rl.models.routing import RouterOutputs
 from tests.support.mixtures import saved_mixture
 from tests.support.small_run import grpo
 from tests.support.tolerances import scores_rounding
@@ -27,25 +27,25 @@ def module_of(mixture, **options) -> PolicyModule:
     return module
 
 
-def heard(load, probs, tokens=10, entropy=0.5, otherwise=0.0) -> Heard:
+def router_outputs(load, probs, tokens=10, entropy=0.5, otherwise=0.0) -> RouterOutputs:
     load, probs = torch.tensor(load), torch.tensor(probs)
     experts = torch.zeros(tokens, len(load), 1, dtype=torch.int16)
     means = torch.full((len(load),), entropy), torch.tensor(otherwise)
-    return Heard(probs, load, *means, experts)
+    return RouterOutputs(probs, load, *means, experts)
 
 
 def test_balance_loss_by_hand():
     # One layer, two experts, one each: f = (.75, .25), P = (.6, .4): 2 (.45 + .1) = 1.1
-    assert float(balance_loss(heard([[0.75, 0.25]], [[0.6, 0.4]]))) == pytest.approx(1.1)
+    assert float(balance_loss(router_outputs([[0.75, 0.25]], [[0.6, 0.4]]))) == pytest.approx(1.1)
     # Means over layers first: f = (.5, .5), P = (.5, .5): 2 (.25 + .25) = 1, as if it were even.
-    two = heard([[0.75, 0.25], [0.25, 0.75]], [[0.6, 0.4], [0.4, 0.6]])
+    two = router_outputs([[0.75, 0.25], [0.25, 0.75]], [[0.6, 0.4], [0.4, 0.6]])
     assert float(balance_loss(two)) == pytest.approx(1.0)
 
 
 def test_balance_loss_is_that_of_transformers_with_its_gradient(mixture, make_rollout):
     module = module_of(mixture, balance=LoadBalance())
     rollout = make_rollout([3, 4, 5], [6, 7, 8, 9])
-    ours = balance_loss(module.policy(pack_rollouts([rollout])).heard)
+    ours = balance_loss(module.policy(pack_rollouts([rollout])).router_outputs)
     ours.backward()
     gates = [p for n, p in module.policy.lm.named_parameters() if n.endswith("gate.weight")]
     gradients = [gate.grad.clone() for gate in gates]
@@ -75,17 +75,17 @@ def test_the_coefficient_is_the_models_own_unless_given(mixture):
 
 
 def test_balance_reaches_tokens_without_an_advantage(mixture, make_rollout):
-    assert module_of(mixture).left_out.zero_advantage
-    assert not module_of(mixture, balance=LoadBalance(0.1)).left_out.zero_advantage
+    assert module_of(mixture).skipped.zero_advantage
+    assert not module_of(mixture, balance=LoadBalance(0.1)).skipped.zero_advantage
 
 
 def test_metrics_of_load_by_hand():
     load = ExpertLoad()
     assert load.compute() == {}
     # 10 tokens, two each of four experts; a second pass of 30 tokens counts three times as much.
-    load.add(heard([[1.0, 0.5, 0.5, 0.0]], [[0.25] * 4], 10, entropy=1.0, otherwise=0.2))
-    load.add(heard([[1.0, 1.0, 0.0, 0.0]], [[0.25] * 4], 30, entropy=0.6, otherwise=0.0))
-    load.add(heard([[0.0, 0.0, 0.0, 2.0]], [[0.25] * 4], 30), counts=False)
+    load.add(router_outputs([[1.0, 0.5, 0.5, 0.0]], [[0.25] * 4], 10, entropy=1.0, otherwise=0.2))
+    load.add(router_outputs([[1.0, 1.0, 0.0, 0.0]], [[0.25] * 4], 30, entropy=0.6, otherwise=0.0))
+    load.add(router_outputs([[0.0, 0.0, 0.0, 2.0]], [[0.25] * 4], 30), counts=False)
     found = load.compute()
     shares = [40 / 80, 35 / 80, 5 / 80]
     entropy = -sum(share * math.log(share) for share in shares) / math.log(4)
@@ -125,8 +125,8 @@ def test_old_routing_is_recorded_with_the_old_logprobs_and_replayed(mixture, ran
                 parameter += 0.3 * torch.randn_like(parameter)
     scores = module.policy(batch)
     places = (column >= 0).flatten(1).all(1)
-    assert scores.heard.otherwise > 0.1
-    found, expected = scores.heard.experts.flatten(0), column[places].flatten(0)
+    assert scores.router_outputs.otherwise > 0.1
+    found, expected = scores.router_outputs.experts.flatten(0), column[places].flatten(0)
     assert set(found.unique().tolist()) <= set(expected.unique().tolist())
 
 

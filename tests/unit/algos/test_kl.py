@@ -140,7 +140,7 @@ def test_the_gradient_in_the_loss(tiny_model, train_on, random_batch, penalty):
     """The gradient without advantages is coef x the mean gradient of the estimator."""
     module = PolicyModule(
         str(tiny_model), kl=penalty(0.25),
-        update={"max_grad_norm": None, "max_tokens_per_pack": 25},
+        update={"max_grad_norm": None, "max_tokens_per_micro_batch": 25},
         optimizer=lambda p: torch.optim.SGD(p, lr=0.0),
     )  # fmt: skip
     module.configure_model()
@@ -204,7 +204,7 @@ def test_training_with_the_kl_in_the_reward_reports_it(
     module = PolicyModule(
         str(tiny_model), advantage=advantage, kl_reward=K1Penalty(0.5),
         critic=SharedValueHead() if isinstance(advantage, GAE) else None,
-        update={"minibatches": 2, "max_tokens_per_pack": 30},
+        update={"minibatches": 2, "max_tokens_per_micro_batch": 30},
     )  # fmt: skip
     batch = scored(module, random_batch(44))
     tokens, mask = batch["tokens"], batch["tokens", "loss_mask"]

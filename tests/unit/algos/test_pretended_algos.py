@@ -11,7 +11,7 @@ from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.objective import Aggregation, loss_tokens
 from lightning_rl.data.batch import select
 from lightning_rl.data.splitting import split_minibatches
-from lightning_rl.learn.left_out import has_zero_advantage, without
+from lightning_rl.learn.skipped import has_zero_advantage, without
 from tests.support.algorithms import KINDS, imagined, objectives, parts_of, with_all_columns
 from tests.support.pretended import DEVICE
 
@@ -59,9 +59,9 @@ def test_an_aggregation(aggregation, batch):
 def test_an_objective(objective, batch):
     """The objective has each loss, correction, KL, bonus and critic's loss."""
 
-    def learned(pack: TensorDict) -> dict[str, Tensor]:
-        policy = imagined(pack)
-        loss, metrics = objective(policy, loss_tokens(pack, policy), 0)
+    def learned(micro_batch: TensorDict) -> dict[str, Tensor]:
+        policy = imagined(micro_batch)
+        loss, metrics = objective(policy, loss_tokens(micro_batch, policy), 0)
         leaves = [policy.logprobs, policy.entropy, policy.values]
         found = torch.autograd.grad(loss.sum(), leaves, materialize_grads=True)
         return metrics | {"loss": loss} | dict(zip("lev", found, strict=True))
@@ -70,7 +70,7 @@ def test_an_objective(objective, batch):
 
 
 def test_what_is_selected(batch):
-    """Minibatches and packs on the device are those on the CPU."""
+    """Minibatches and micro-batches on the device are those on the CPU."""
     both = (batch.to(DEVICE), batch)
     for cut in (
         lambda given: select(given, torch.tensor([5, 2, 7], device=given["tokens"].device)),

@@ -287,14 +287,16 @@ def test_impossible_parameters_are_refused(loss, message):
     [Reinforce(), PPOClip(dual_clip=1.5), GSPO(0.01, 0.02), CISPO(0.2, 0.3), SAPO(),
      DPPO(0.01, 0.01), GMPO(0.1, 0.1), VESPO(), TOPR(), OffPolicyMask(threshold=0.01)],
 )  # fmt: skip
-def test_updates_do_not_depend_on_packs_or_order(tiny_model, train_on, random_rollouts, loss):
+def test_updates_do_not_depend_on_micro_batches_or_order(
+    tiny_model, train_on, random_rollouts, loss
+):
     """Two epochs of large steps, so that ratios leave 1; the first has no ratio but 1."""
     weights, clipped = [], []
     rollouts = random_rollouts(31)
     for budget, arranged in ((100_000, rollouts), (25, rollouts[::-1])):
         module = PolicyModule(
             str(tiny_model), loss=loss,
-            update={"ppo_epochs": 2, "max_tokens_per_pack": budget, "max_grad_norm": None},
+            update={"ppo_epochs": 2, "max_tokens_per_micro_batch": budget, "max_grad_norm": None},
             optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
         )  # fmt: skip
         train_on(module, [pack_rollouts(arranged)])

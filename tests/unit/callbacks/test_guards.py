@@ -63,7 +63,8 @@ def scored(tiny_model, make_rollout):
 
 
 def rounding_of(batch):
-    """Bound the rounding of logprobs that are computed twice, in the shapes of other packs."""
+    """Bound the rounding of logprobs that are computed twice, in the shapes of other
+    micro-batches."""
     largest = float(batch["tokens", "rollout_logprobs"].abs().max())
     return rounding(additions=1_500, magnitude=largest)
 
@@ -131,7 +132,7 @@ def test_what_is_left_out_of_the_update_is_not_measured(scored):
 def test_the_trainer_is_scored_once_and_not_taken_from_the_engine(tiny_model, scored, train_on):
     _, batch = scored
     shift(batch, {2: 0.9})
-    for options in ({}, {"trust_engine_logprobs": True}, {"ppo_epochs": 2}):
+    for options in ({}, {"use_rollout_logprobs": True}, {"ppo_epochs": 2}):
         module = PolicyModule(str(tiny_model), optimizer=adamw(0.0), **grouped(**options))
         rows = Rows()
         guards = [LogprobGapGuard(), LogprobSpikeGuard(), rows]

@@ -5,9 +5,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.checks import check_sync
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.errors import ConfigError
 from lightning_rl.sync.schedule import CollectorSchedule, FixedSchedule, TrainerSchedule
 from tests.support.small_run import data_module, grpo, trainer_of

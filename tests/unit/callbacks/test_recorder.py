@@ -17,8 +17,8 @@ from lightning_rl.cli.view.flags import find_flags
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.batch import token_rows
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
-from lightning_rl.data.rollouts.form import whole
 from lightning_rl.data.rollouts.log import RerunLog
+from lightning_rl.data.rollouts.validation import whole
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
@@ -101,7 +101,7 @@ def test_engine_logprobs_that_are_trusted_are_still_compared(tiny_model, tmp_pat
                 rollout.rows[0].logprobs = [logprob - 2 for logprob in rollout.logprobs]
 
     records = fit(
-        tiny_model, tmp_path, Shifted(), RolloutRecorder(), iterations=1, trust_engine_logprobs=True
+        tiny_model, tmp_path, Shifted(), RolloutRecorder(), iterations=1, use_rollout_logprobs=True
     )
     for record in records:
         [row] = record["rows"]

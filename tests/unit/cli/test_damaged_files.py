@@ -8,7 +8,7 @@ import pytest
 from lightning_rl.cli import main
 from lightning_rl.cli.process import printable
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
-from lightning_rl.data.rollouts.form import checked
+from lightning_rl.data.rollouts.validation import checked
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from tests.support.hostile.files import ESCAPES, WRONG, changed, good, lines

@@ -8,7 +8,7 @@ from lightning_rl.cli import main
 from lightning_rl.cli.help import Argument, arguments_of
 from lightning_rl.config.names import SURFACES, public
 from lightning_rl.errors import LightningRLError
-from lightning_rl.games import SharedModelGroup
+from lightning_rl.games import RolePolicy
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.module import PolicyModule
 
@@ -25,7 +25,7 @@ def test_the_arguments_of_a_class_are_printed(capsys):
 
 
 def test_arguments_that_a_class_passes_on_are_among_them():
-    own, others = arguments_of(SharedModelGroup), arguments_of(PolicyModule)
+    own, others = arguments_of(RolePolicy), arguments_of(PolicyModule)
     assert [one.name for one in own[:3]] == ["roles", "model", "schedule"]
     assert own[2].default == EveryIteration.__name__
     assert {one.name for one in others} <= {one.name for one in own}

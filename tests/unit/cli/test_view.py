@@ -15,8 +15,8 @@ from lightning_rl.cli.view.command import main as view
 from lightning_rl.cli.view.flags import FLAGS, find_flags
 from lightning_rl.cli.view.page import TOKEN_COLUMNS, build_page
 from lightning_rl.cli.view.runs import Run, find_runs, read_run
-from lightning_rl.data.rollouts.pieces import TokenPieces
 from lightning_rl.data.rollouts.rows import turns_as_text, turns_of
+from lightning_rl.data.rollouts.token_texts import TokenPieces
 from lightning_rl.errors import DataError
 from tests.support.planted_run import (
     HOSTILE,

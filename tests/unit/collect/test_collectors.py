@@ -13,14 +13,14 @@ from hypothesis import example, given, settings, strategies as st
 
 from benchmarks.support.simulate import CountedPrompts, SimulatedEngine, run_virtual, simulate
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.collect.ahead import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.collector import Collector, GroupFilter, SyncCollector
-from lightning_rl.collect.early_cut import (
+from lightning_rl.collect.partial import (
     PartialCollector,
     PartialTailCollector,
     TailBatchingCollector,
 )
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.prefetch import AsyncCollector, OneStepOffCollector
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.errors import ConfigError, EngineError

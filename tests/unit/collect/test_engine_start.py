@@ -10,7 +10,7 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.agents.multi_turn import Environment, MultiTurn
 from lightning_rl.agents.thinking import ThinkingBudget
 from lightning_rl.agents.tools import ToolAgent
-from lightning_rl.collect.engine_start import follow_requests
+from lightning_rl.collect.engine_start import configure_for_requests
 from lightning_rl.collect.tasks import Task
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.streaming import HFStreamingPrompts
@@ -22,7 +22,7 @@ from lightning_rl.engines import (
     VLLMLocal,
     VLLMServer,
 )
-from lightning_rl.engines.policy_engines import PolicyEngines
+from lightning_rl.engines.multi_policy_engine import MultiPolicyEngine
 from lightning_rl.models.model_files import positions_in, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rewards.base import Rewards
@@ -54,7 +54,7 @@ def task(model, prompts, max_tokens, agent=None, **options):
 
 
 def lengths_of(engine, model):
-    engines = engine.engines.values() if isinstance(engine, PolicyEngines) else [engine]
+    engines = engine.engines.values() if isinstance(engine, MultiPolicyEngine) else [engine]
     return {e.settings.arguments(model)["max_model_len"] for e in engines}
 
 
@@ -63,7 +63,9 @@ ENGINES = {
     "VLLMServer": VLLMServer,
     "RayEngine": RayEngine,
     "VLLMAdapters": VLLMAdapters,
-    "PolicyEngines": lambda **given: PolicyEngines({n: VLLMLocal(**given) for n in ("a", "b")}),
+    "MultiPolicyEngine": lambda **given: MultiPolicyEngine(
+        {n: VLLMLocal(**given) for n in ("a", "b")}
+    ),
 }
 CHOSEN = {"none": {}, "set": {"max_model_len": 50}, "option": {"options": {"max_model_len": 50}}}
 AGENTS = {
@@ -89,14 +91,14 @@ def test_engines_take_what_is_set_what_is_needed_or_what_fits(model, make, chose
         task(model, ["1234=", "12="], 14, agent=runner or Program()),
         task(model, ["123=", "1="], 7, agent=runner or Program()),
     ]
-    follow_requests(engine, tasks, model)
+    configure_for_requests(engine, tasks, model)
     assert lengths_of(engine, model) == {needed if chosen == "none" else 50}
 
 
 def test_servers_that_run_and_engines_without_a_length_do_not_ask(model):
     tasks = [task(model, ["1234="], 14)]
     for engine in (VLLMServer(urls=["http://127.0.0.1:1"]), TransformersEngine()):
-        follow_requests(engine, tasks, model)
+        configure_for_requests(engine, tasks, model)
         assert tasks[0].prompts._lengths is None
 
 
@@ -113,7 +115,7 @@ def test_servers_that_run_and_engines_without_a_length_do_not_ask(model):
 )
 def test_prompts_that_are_dropped_do_not_count(model, prompts, options, max_tokens, expected):
     engine = VLLMLocal()
-    follow_requests(engine, [task(model, prompts, max_tokens, **options)], model)
+    configure_for_requests(engine, [task(model, prompts, max_tokens, **options)], model)
     assert lengths_of(engine, model) == {expected}
 
 
@@ -121,14 +123,14 @@ def test_prompts_that_are_dropped_do_not_count(model, prompts, options, max_toke
 def test_a_stream_is_as_long_as_its_limit_says(model, limit, expected):
     engine, prompts = VLLMLocal(), HFStreamingPrompts("nowhere", max_prompt_tokens=limit)
     prompts.load = lambda *_: None
-    follow_requests(engine, [task(model, prompts, 10)], model)
+    configure_for_requests(engine, [task(model, prompts, 10)], model)
     assert lengths_of(engine, model) == {expected}
 
 
 def test_another_run_of_the_same_engine_gets_its_own_length(model):
     engine = VLLMLocal()
     for prompt, expected in (("1234=", 15), ("1=", 12)):
-        follow_requests(engine, [task(model, [prompt], 10)], model)
+        configure_for_requests(engine, [task(model, [prompt], 10)], model)
         assert lengths_of(engine, model) == {expected}
     assert engine.max_model_len is None
 
@@ -136,8 +138,8 @@ def test_another_run_of_the_same_engine_gets_its_own_length(model):
 def test_what_it_starts_with_is_said_once_in_a_line(model, caplog):
     tasks = [task(model, ["1234=", "1="], 14)]
     with caplog.at_level("INFO"):
-        follow_requests(ENGINES["PolicyEngines"](), tasks, model)
-        follow_requests(VLLMLocal(), [task(model, ["1="], 4, agent=Program())], model)
+        configure_for_requests(ENGINES["MultiPolicyEngine"](), tasks, model)
+        configure_for_requests(VLLMLocal(), [task(model, ["1="], 4, agent=Program())], model)
     needed, fits = [m for m in caplog.messages if m.startswith("the engine's length")]
     assert needed == (
         "the engine's length is 19 tokens: the longest prompt has 5, a completion up to 14"

@@ -9,11 +9,11 @@ import pytest
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.baselines import ReMax
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import GroupFilter, RewardSpread, SyncCollector
 from lightning_rl.collect.loader import trainable
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline, in_groups
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.collect.selection import GroupSelection, SelectedGroups
 from lightning_rl.collect.streamed import StreamedCollector
 from lightning_rl.data.packing import pack_rollouts

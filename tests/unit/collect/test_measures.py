@@ -26,7 +26,7 @@ from lightning_rl.run.token_metrics import TokenMetrics
 # ---------------------------------------------------------------- token metrics
 
 
-def test_means_are_over_tokens_not_over_packs():
+def test_means_are_over_tokens_not_over_micro_batches():
     metrics = TokenMetrics()
     metrics.add({"a": torch.tensor([1.0, 2.0, 3.0]), "gap_max": torch.tensor([0.5, -2.0])})
     metrics.add({"a": torch.tensor([10.0]), "gap_max": torch.tensor([0.25])})

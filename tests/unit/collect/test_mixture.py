@@ -11,12 +11,12 @@ from lightning_rl.agents.base import Agent, SingleTurn
 from lightning_rl.callbacks import Evaluate, PreviewTable, RLCallback, RunReport, WeightSync
 from lightning_rl.callbacks.preview import preview_table
 from lightning_rl.callbacks.rules import duplicate_shares
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collection import Collection
 from lightning_rl.collect.collector import RewardSpread, SyncCollector
-from lightning_rl.collect.early_cut import TailBatchingCollector
 from lightning_rl.collect.mixture import Mixture, PromptSet
+from lightning_rl.collect.partial import TailBatchingCollector
 from lightning_rl.collect.pipeline import GroupSource, RolloutPipeline
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.stats import evaluation_metrics, rollout_metrics, set_metrics
 from lightning_rl.collect.streamed import StreamedCollector

@@ -66,7 +66,7 @@ NO_CONFIGURATION = {
     "Finding",
     "Game",
     "GroupSource",
-    "Holdings",
+    "HeldDigests",
     "Interaction",
     "JobReport",
     "JobRequest",

@@ -42,7 +42,7 @@ REFUSED_FLAGS: list[tuple[dict[str, Any], str]] = [
     ({"val_check_interval": "00:00:01:00"}, "val_check_interval='60 s': .*every_n_iterations"),
     ({"check_val_every_n_epoch": 2}, "check_val_every_n_epoch=2: .*every_n_iterations"),
     ({"num_sanity_val_steps": 1}, "num_sanity_val_steps=1: .*before_training"),
-    ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*max_tokens_per_pack"),
+    ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2: .*max_tokens_per_micro_batch"),
     ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0: .*max_grad_norm"),
     ({"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm=.*max_grad_norm"),
     ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: "),
@@ -172,9 +172,9 @@ def test_an_engine_follows_the_trainer_unless_it_was_told(tmp_path):
     assert (compute_dtype(mixed), compute_dtype(full)) == ("bfloat16", "float32")
     for chosen, follows in ((None, "bfloat16"), ("float32", "float32"), ("float16", "float16")):
         engine = data_module().engine.__class__(dtype=chosen, device="cpu")
-        engine.follow_dtype(compute_dtype(mixed))
+        engine.configure_dtype(compute_dtype(mixed))
         assert engine.dtype == follows
-        engine.follow_dtype(compute_dtype(full))
+        engine.configure_dtype(compute_dtype(full))
         assert engine.dtype == (chosen or "float32")
 
 

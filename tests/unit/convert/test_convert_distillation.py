@@ -140,7 +140,7 @@ def test_the_advantage_of_verls_teacher_is_added_to_that_of_rewards():
     result = convert_verl(VERL | AS_REWARD | coef, ["a.b"])
     model, data = parts(result)
     assert model["advantage"] == {
-        "class_path": "Distillation", "init_args": {"coef": 0.5, "beside": GRPO},
+        "class_path": "Distillation", "init_args": {"coef": 0.5, "base_advantage": GRPO},
     }  # fmt: skip
     judge, teacher = data["rewards"]
     assert (judge, teacher["init_args"]) == ("a.b", {"model": "a/b", "dtype": "bfloat16"})
@@ -152,7 +152,7 @@ def test_the_advantage_of_verls_teacher_is_added_to_that_of_rewards():
     assert told(other) == {LOSS + "loss_mode"}
     # Nothing can stand beside an advantage by critics: its loss is beside the teacher's.
     critic = convert_verl(VERL | AS_REWARD | coef | {"algorithm.adv_estimator": "gae"}, ["a.b"])
-    assert parts(critic)[0]["loss"]["init_args"] == {"beta": 1.0, "coef": 0.5, "beside": CLIP}
+    assert parts(critic)[0]["loss"]["init_args"] == {"beta": 1.0, "coef": 0.5, "base_loss": CLIP}
     assert told(critic) == {LOSS + "loss_mode"}
 
 
@@ -193,5 +193,5 @@ def test_what_verl_tells_of_several_teachers_and_their_gpus():
     # The reference is the initial model's then, and so the teacher cannot be one.
     model, _ = parts(result)
     assert "reference" not in model
-    assert model["loss"]["init_args"]["beside"] == CLIP
+    assert model["loss"]["init_args"]["base_loss"] == CLIP
     assert {LOSS + "loss_mode", "actor_rollout_ref.rollout.temperature"} <= told(result)

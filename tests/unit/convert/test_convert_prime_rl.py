@@ -78,7 +78,7 @@ def test_a_whole_file_is_a_configuration_that_the_parser_accepts(tmp_path, capsy
     model, data = written["model"]["init_args"], written["data"]["init_args"]
     assert model["model"] == "m"
     assert model["loss"]["init_args"] == {"low": 0.2, "high": 0.3, "square": 0.001}
-    assert model["update"]["trust_engine_logprobs"] is True
+    assert model["update"]["use_rollout_logprobs"] is True
     assert model["lora"]["rank"] == 8
     assert "compile" not in model
     final = {"warmup_steps": 2, "total_steps": 20, "final": pytest.approx(0.1)}

@@ -272,7 +272,7 @@ def ours_of(result: Conversion, batch, leaves):
     parts = {name: part_of(model[name]) for name in PARTS if name in model}
     batch = batch.clone()
     tokens, rollouts = batch["tokens"], batch["rollouts"]
-    if model["update"].get("trust_engine_logprobs"):
+    if model["update"].get("use_rollout_logprobs"):
         tokens["old_logprobs"] = tokens["rollout_logprobs"].clone()
     if (in_reward := parts.pop("kl_reward", None)) is not None:
         kl = in_reward(tokens["old_logprobs"], tokens["ref_logprobs"])

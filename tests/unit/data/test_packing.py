@@ -1,4 +1,4 @@
-"""Test the way from rollouts to one batch, and from that to minibatches and packs."""
+"""Test the way from rollouts to one batch, and from that to minibatches and micro-batches."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from lightning_rl.data.batch import select, token_rows
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import split_minibatches, split_packs
+from lightning_rl.data.splitting import split_micro_batches, split_minibatches
 from lightning_rl.errors import ConfigError
 
 
@@ -106,7 +106,7 @@ def test_more_minibatches_than_groups_is_refused(random_batch):
 
 
 def forward_tokens(batch: TensorDict, rows: torch.Tensor) -> int:
-    """Count a pack's tokens: every distinct prompt once, and all completions."""
+    """Count a micro-batch's tokens: every distinct prompt once, and all completions."""
     prompts, cost = {}, 0
     for row in rows.tolist():
         rollout = batch["rollouts"][row]
@@ -117,31 +117,35 @@ def forward_tokens(batch: TensorDict, rows: torch.Tensor) -> int:
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 10**6), groups=st.integers(1, 6), budget=st.integers(1, 120))
-def test_packs_hold_each_rollout_once_within_the_budget(random_batch, seed, groups, budget):
+def test_micro_batches_hold_each_rollout_once_within_the_budget(random_batch, seed, groups, budget):
     batch = random_batch(seed, groups=groups)
-    packs = split_packs(batch, budget)
-    assert sorted(torch.cat(packs).tolist()) == list(range(3 * groups))
-    for pack in packs:
-        assert len(pack) == 1 or forward_tokens(batch, pack) <= budget
+    micro_batches = split_micro_batches(batch, budget)
+    assert sorted(torch.cat(micro_batches).tolist()) == list(range(3 * groups))
+    for micro_batch in micro_batches:
+        assert len(micro_batch) == 1 or forward_tokens(batch, micro_batch) <= budget
 
 
 def test_a_shared_prompt_is_paid_for_once(make_rollout):
     # A prompt of 6 and three completions of 2: 12 forward tokens, not 24.
     batch = pack_rollouts([make_rollout([3, 4, 5, 6, 7, 8], [9, 1]) for _ in range(3)])
-    assert [p.tolist() for p in split_packs(batch, 12)] == [[0, 1, 2]]
-    # One less, and the third needs a new pack, where the prompt counts again.
-    assert sorted(len(p) for p in split_packs(batch, 11)) == [1, 2]
+    assert [p.tolist() for p in split_micro_batches(batch, 12)] == [[0, 1, 2]]
+    # One less, and the third needs a new micro-batch, where the prompt counts again.
+    assert sorted(len(p) for p in split_micro_batches(batch, 11)) == [1, 2]
 
 
-def test_packs_are_about_equally_full(make_rollout):
-    # Five rollouts of 10 tokens: four fit at once, and none of the two packs needs more than three.
+def test_micro_batches_are_about_equally_full(make_rollout):
+    # Five rollouts of 10 tokens: four fit at once, and none of the two micro-batches needs more
+    # than three.
     batch = pack_rollouts([make_rollout([n], [n] * 9) for n in range(3, 8)])
-    assert [len(pack) for pack in split_packs(batch, 40)] == [3, 2]
-    assert [len(pack) for pack in split_packs(batch, 40, even=False)] == [4, 1]
+    assert [len(micro_batch) for micro_batch in split_micro_batches(batch, 40)] == [3, 2]
+    assert [len(micro_batch) for micro_batch in split_micro_batches(batch, 40, even=False)] == [
+        4,
+        1,
+    ]
 
 
-def test_a_rollout_longer_than_the_budget_is_a_pack_of_its_own(make_rollout):
+def test_a_rollout_longer_than_the_budget_is_a_micro_batch_of_its_own(make_rollout):
     batch = pack_rollouts(
         [make_rollout([3], [4]), make_rollout([5] * 20, [6] * 10), make_rollout([7], [8])]
     )
-    assert sorted(p.tolist() for p in split_packs(batch, 8)) == [[0, 2], [1]]
+    assert sorted(p.tolist() for p in split_micro_batches(batch, 8)) == [[0, 2], [1]]

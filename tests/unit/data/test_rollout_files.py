@@ -13,8 +13,8 @@ import pytest
 
 from lightning_rl.cli import main
 from lightning_rl.data.rollouts.files import open_rollouts
-from lightning_rl.data.rollouts.form import checked
 from lightning_rl.data.rollouts.store import RolloutStore
+from lightning_rl.data.rollouts.validation import checked
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.rollout import RolloutStatus, Row
 

@@ -10,7 +10,7 @@ from PIL import Image
 from lightning_rl.callbacks.preview import Shown, as_markdown, preview_table
 from lightning_rl.data.rollouts.files import as_record, open_rollouts
 from lightning_rl.data.rollouts.log import RerunLog
-from lightning_rl.data.rollouts.pieces import text_with_marks, with_marks
+from lightning_rl.data.rollouts.token_texts import text_with_marks, with_marks
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Placed, Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.vision.limits import PictureLimits

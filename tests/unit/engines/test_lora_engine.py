@@ -9,7 +9,7 @@ import torch
 from lightning_rl.engines import Sampling, TransformersEngine, VLLMLocal, VLLMServer
 from lightning_rl.engines.vllm import settings as vllm_settings
 from lightning_rl.errors import ConfigError, WeightSyncError
-from lightning_rl.learn.fitting import follow_trainer
+from lightning_rl.learn.compatibility import configure_engine
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.module import PolicyModule
@@ -28,7 +28,7 @@ SAMPLING = Sampling(max_tokens=12, min_tokens=12)
 
 
 def told(engine, rank, obstacle=None):
-    engine.follow_lora(rank, lambda: obstacle)
+    engine.configure_lora(rank, lambda: obstacle)
     return engine
 
 
@@ -130,9 +130,9 @@ def test_another_word_is_refused():
 def test_a_data_module_tells_its_engine_of_the_lora(tiny_model):
     engine = TransformersEngine(device="cpu")
     for lora, apart in ((LoRA(rank=4), True), (LoRA(options={"use_dora": True}), False)):
-        follow_trainer(engine, PolicyModule(str(tiny_model), lora=lora), "bfloat16")
+        configure_engine(engine, PolicyModule(str(tiny_model), lora=lora), "bfloat16")
         assert engine.takes_adapters == apart
-    follow_trainer(engine, PolicyModule(str(tiny_model), lora=LoRA()), "float32")
+    configure_engine(engine, PolicyModule(str(tiny_model), lora=LoRA()), "float32")
     assert not engine.takes_adapters
 
 

@@ -86,7 +86,7 @@ def test_in_bfloat16_a_replay_takes_the_jumps_out_of_the_gap(mixture, make_rollo
     for policy.replays in (False, True):
         with torch.autocast("cpu", torch.bfloat16):
             tokens = policy.score(batch, "ours", 10_000)["tokens"]
-            otherwise.append(float(policy(batch).heard.otherwise))
+            otherwise.append(float(policy(batch).router_outputs.otherwise))
         gaps.append((tokens["ours"] - tokens["rollout_logprobs"])[tokens["loss_mask"]].abs())
     assert otherwise[0] == 0 < otherwise[1]
     alone, replayed = gaps
@@ -124,8 +124,8 @@ def test_what_cannot_record_them_says_so(tiny_model):
         TransformersEngine(device="cpu", routed_experts=True).start(tiny_model)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"VLLMLocal reports .* only on a GPU"):
-            VLLMLocal().follow_routing(True)
+            VLLMLocal().configure_routing(True)
     other = VLLMServer()
-    other.follow_routing(False)
+    other.configure_routing(False)
     with pytest.raises(ConfigError, match="VLLMServer does not report"):
-        other.follow_routing(True)
+        other.configure_routing(True)

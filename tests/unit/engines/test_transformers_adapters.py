@@ -6,7 +6,7 @@ import torch
 from lightning_rl import WeightSync
 from lightning_rl.engines import TransformersAdapters, TransformersEngine, VLLMAdapters
 from lightning_rl.errors import ConfigError
-from lightning_rl.extend import PolicyEngines
+from lightning_rl.extend import MultiPolicyEngine
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.sync.base import push
@@ -73,7 +73,7 @@ def test_policies_that_are_not_there_are_named(engine):
 def test_a_policy_without_lora_is_refused(tiny_model, engine):
     transport = MemoryTransport()
     transport.connect(engine.of_policy("prover"))
-    with pytest.raises(ConfigError, match=r"needs a LoRA policy; .* use PolicyEngines"):
+    with pytest.raises(ConfigError, match=r"needs a LoRA policy; .* use MultiPolicyEngine"):
         push(transport, engine.of_policy("prover"), Policy(str(tiny_model)), 0)
 
 
@@ -87,7 +87,9 @@ def test_a_policy_with_a_model_of_its_own_is_refused(tmp_path):
 
 def test_several_policies_cannot_be_merged_into_one_base():
     engine = TransformersAdapters(device="cpu", adapters="merged")
-    with pytest.raises(ConfigError, match=r"serves prover, verifier on one base.*PolicyEngines"):
+    with pytest.raises(
+        ConfigError, match=r"serves prover, verifier on one base.*MultiPolicyEngine"
+    ):
         engine.serve(ROLES)
     engine.serve({"first": "solver"})
 
@@ -95,7 +97,7 @@ def test_several_policies_cannot_be_merged_into_one_base():
 def test_views_follow_the_engine(skeleton):
     engine = TransformersAdapters(device="cpu")
     engine.serve(ROLES)
-    engine.follow_dtype("bfloat16")
+    engine.configure_dtype("bfloat16")
     view = engine.of_policy("prover")
     assert (view.dtype, view.precision, view.running) == ("bfloat16", "bfloat16", False)
     engine.start(skeleton)
@@ -108,7 +110,7 @@ def test_views_follow_the_engine(skeleton):
 
 def test_a_run_is_the_same_as_with_an_engine_for_each(tiny_model, tmp_path):
     found = []
-    each = PolicyEngines({name: LotEngine(device="cpu") for name in ("first", "second")})
+    each = MultiPolicyEngine({name: LotEngine(device="cpu") for name in ("first", "second")})
     for engine in (each, LotAdapters(device="cpu")):
         torch.manual_seed(0)  # of the adapters' first weights
         trainer = trainer_of(tmp_path, [WeightSync()])

@@ -14,9 +14,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.checks import check_sleep
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.engines import RayEngine, Sampling, VLLMLocal, VLLMServer
 from lightning_rl.engines.base import logprob_tolerance
 from lightning_rl.engines.vllm import (
@@ -284,29 +284,29 @@ def test_vllms_own_process_group_is_left_before_the_process_ends(
 def test_beside_a_trainer_in_float32_it_computes_in_bfloat16_and_says_so(cuda, caplog, make):
     vllm_settings._warn_of_bfloat16.cache_clear()
     engine = make()
-    engine.follow_dtype("float32")
+    engine.configure_dtype("float32")
     assert engine.dtype == "bfloat16"
     assert engine.settings.environment() == {}
-    engine.follow_dtype("float32")
+    engine.configure_dtype("float32")
     (told,) = caplog.messages
     assert "engine.dtype: float32 to be exact" in told
 
 
 def test_a_dtype_that_was_chosen_stays_and_float32_is_not_tf32(cuda, caplog):
     exact = VLLMLocal(dtype="float32")
-    exact.follow_dtype("float32")
+    exact.configure_dtype("float32")
     assert exact.dtype == "float32"
     assert exact.settings.environment() == {"TRITON_F32_DEFAULT": "ieee"}
     # Those that run already compute in what they were started with.
     theirs = VLLMServer(urls=["http://10.0.0.7:8000"])
-    theirs.follow_dtype("float32")
+    theirs.configure_dtype("float32")
     assert theirs.dtype == "float32"
     assert caplog.messages == []
 
 
 def test_without_a_gpu_the_engine_computes_as_the_trainer_does(caplog):
     engine = VLLMLocal()
-    engine.follow_dtype("float32")
+    engine.configure_dtype("float32")
     assert engine.dtype == "float32"
     assert caplog.messages == []
 
@@ -322,7 +322,7 @@ def test_the_head_follows_the_trainer_s_unless_it_was_told(cuda, tmp_path):
         (False, True, None),
     ):
         engine = VLLMLocal(dtype="bfloat16", cast_lm_head_to_fp32=chosen)
-        engine.follow_head(trainer)
+        engine.configure_head(trainer)
         assert overrides(engine) == expected
     whole = VLLMLocal(dtype="float32", cast_lm_head_to_fp32=True)  # it is in float32 anyway
     assert overrides(whole) is None

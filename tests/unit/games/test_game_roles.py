@@ -275,13 +275,13 @@ def noted(model, train_on, batch, update, double=True, **own):
 
 
 @pytest.mark.parametrize("update", [SPG(), LOLA(rate=0.3)], ids=["SPG", "LOLA"])
-def test_directions_do_not_depend_on_packs_or_the_order_of_rollouts(
+def test_directions_do_not_depend_on_micro_batches_or_the_order_of_rollouts(
     update, double_model, train_on, conversations
 ):
     rollouts = conversations()
     whole = noted(double_model, train_on, doubled(batch_of(rollouts)), update)
     apart = doubled(batch_of(rollouts[::-1]))
-    packed = noted(double_model, train_on, apart, update, max_tokens_per_pack=1)
+    packed = noted(double_model, train_on, apart, update, max_tokens_per_micro_batch=1)
     assert float((packed - whole).norm()) < 1e-6 * float(whole.norm())
 
 

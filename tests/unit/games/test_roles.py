@@ -14,7 +14,7 @@ from lightning_rl.config.hints import parse
 from lightning_rl.data.batch import token_rows
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.errors import ConfigError, GuardError
-from lightning_rl.extend import Periodic, PolicyEngines, pack_rollouts
+from lightning_rl.extend import MultiPolicyEngine, Periodic, pack_rollouts
 from lightning_rl.games import RolesModule
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.rollout import Row
@@ -217,12 +217,12 @@ def test_a_typo_in_a_policy_is_told_as_any_other(tiny_model):
     for init_args, message in (
         (
             {"lorra": {"rank": 4}},
-            r"policies.a.init_args.lorra: no such key in SharedModelGroup; did",
+            r"policies.a.init_args.lorra: no such key in RolePolicy; did",
         ),
         ({"schedule": {"class_path": "Periodc"}}, r"Periodc.*did you mean Periodic"),
         ({"ppo_epochs": 0}, r"ppo_epochs=0 must be >= 1"),
     ):
-        policy = {"class_path": "SharedModelGroup", "init_args": init_args}
+        policy = {"class_path": "RolePolicy", "init_args": init_args}
         with pytest.raises(ConfigError, match=message):
             RolesModule(str(tiny_model), {"a": policy})
 
@@ -239,14 +239,14 @@ def test_transports_of_several_policies_do_not_meet(tmp_path):
 
 def test_several_policies_need_engines_for_them():
     roles = {"a": "first", "b": "second"}
-    with pytest.raises(ConfigError, match=r"2 are trained .first, second.; use PolicyEngines"):
+    with pytest.raises(ConfigError, match=r"2 are trained .first, second.; use MultiPolicyEngine"):
         TransformersEngine().serve(roles)
-    one = PolicyEngines({"first": TransformersEngine()})
+    one = MultiPolicyEngine({"first": TransformersEngine()})
     with pytest.raises(ConfigError, match="are for first, but the trained policies are first, s"):
         one.serve(roles)
     with pytest.raises(ConfigError, match="the trained policies are a single one"):
         one.serve({})
-    both = PolicyEngines({"first": TransformersEngine(), "second": TransformersEngine()})
+    both = MultiPolicyEngine({"first": TransformersEngine(), "second": TransformersEngine()})
     both.serve(roles)
     assert both.of_role("b") is both.of_policy("second") is both.engines["second"]
     with pytest.raises(ConfigError, match=r"no policy plays role ''; model.policies play a, b"):

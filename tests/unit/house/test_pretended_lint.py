@@ -12,7 +12,7 @@ FACTORIES = {
 CHECKED = [
     *sorted((LIBRARY / "models").glob("*.py")),
     *sorted((LIBRARY / "algos").glob("*.py")),
-    *(LIBRARY / f"learn/{name}.py" for name in ("base", "left_out", "precision", "probe")),
+    *(LIBRARY / f"learn/{name}.py" for name in ("base", "skipped", "precision", "probe")),
     *(LIBRARY / f"data/{name}.py" for name in ("batch", "packing", "splitting")),
     *(LIBRARY / f"{name}.py" for name in ("module", "run/files/metrics")),
 ]

@@ -8,7 +8,7 @@ from lightning_rl.algos.advantages import GRPO
 from lightning_rl.algos.objective import SequenceMean
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy
 from tests.support.tolerances import (
@@ -105,12 +105,13 @@ def test_so_is_the_precision_of_sixteen_bits(tiny_model, random_rollouts):
 
 
 def gradient(policy, batch, weights, budget: int):
-    """Return the gradient of -w A log p, pack by pack; ``weights`` gives those of a pack."""
+    """Return the gradient of -w A log p, micro-batch by micro-batch; ``weights`` gives those of a
+    micro-batch."""
     policy.zero_grad()
-    for rows in split_packs(batch, budget):
-        pack = select(batch, rows)
-        part = policy(pack)
-        factor = (weights(pack) * pack["tokens", "advantages"])[part.live]
+    for rows in split_micro_batches(batch, budget):
+        micro_batch = select(batch, rows)
+        part = policy(micro_batch)
+        factor = (weights(micro_batch) * micro_batch["tokens", "advantages"])[part.live]
         (-factor * part.logprobs).sum().backward()
     return torch.cat([p.grad.flatten() for p in policy.lm.parameters()])
 
@@ -120,12 +121,14 @@ def test_faults_in_a_gradient_are_beyond_its_bound(policy, random_rollouts):
     batch = GRPO(False)(pack_rollouts(rollouts))
     batch["tokens", "loss_weights"] = SequenceMean()(batch)
     bound = gradient_rounding(policy.lm.config, len(batch["tokens"]))
-    kept = lambda pack: pack["tokens", "loss_weights"]  # noqa: E731
+    kept = lambda micro_batch: micro_batch["tokens", "loss_weights"]  # noqa: E731
     right = gradient(policy, batch, kept, 100_000)
     assert distance(gradient(policy, batch, kept, 20), right) < bound
     faults = {
-        "averaged per pack": lambda: gradient(policy, batch, SequenceMean(), 60),
-        "a pack forgotten": lambda: gradient(policy, select(batch, torch.arange(14)), kept, 60),
+        "averaged per micro-batch": lambda: gradient(policy, batch, SequenceMean(), 60),
+        "a micro-batch forgotten": lambda: gradient(
+            policy, select(batch, torch.arange(14)), kept, 60
+        ),
         "one token 1 % too heavy": lambda: gradient(policy, heavier(batch), kept, 60),
     }
     for name, fault in faults.items():

@@ -171,7 +171,7 @@ def test_estimators_of_the_kl_far_from_the_reference():
 
 def test_one_absurd_rollout_ruins_nothing(tiny_model, train_on, random_batch):
     """Engine logprobs of -200 are taken for the old policy's: ratios of exp(199)."""
-    module = grpo(tiny_model, trust_engine_logprobs=True, advantage=rl.DrGRPO())
+    module = grpo(tiny_model, use_rollout_logprobs=True, advantage=rl.DrGRPO())
     batch = random_batch(41)
     batch["tokens", "rollout_logprobs"][: int(batch["rollouts", "length"][0])] = -200.0
     train_on(module, [batch, random_batch(42)])

@@ -113,7 +113,7 @@ ALGORITHMS = {
     "corrected_sequences": {"correction": SequenceTIS(), "ppo_epochs": 2},
     "kl_and_entropy": {"kl": K3Penalty(0.1), "entropy": EntropyBonus(0.01)},
     "kl_reward": {"kl_reward": K1Penalty(0.1), "minibatches": 2},
-    "engine_logprobs": {"trust_engine_logprobs": True},
+    "engine_logprobs": {"use_rollout_logprobs": True},
     "masked": {"mask_truncated": True},
     "critic": {"advantage": GAE(whiten=False), "critic": SharedValueHead()},
     "critics_own": {
@@ -131,7 +131,7 @@ def fitted_both_ways(tiny_model, rollouts, streaming, **options):
     modules = []
     for stream_first in (True, False):
         torch.manual_seed(0)  # of a critic's first weights
-        module = module_of(tiny_model, max_tokens_per_pack=60, **options)
+        module = module_of(tiny_model, max_tokens_per_micro_batch=60, **options)
         batch = doubled(pack_rollouts([r for r in rollouts if r.graded], rollouts))
         if stream_first:
             streaming(module, groups_of(rollouts))
@@ -253,9 +253,9 @@ def no_memory(module, groups):
         raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
 
     learner = module.learner
-    whole, learner.backward_pack = learner.backward_pack, fail
+    whole, learner.backward_micro_batch = learner.backward_micro_batch, fail
     stream(module, groups, [[0, 1], [2]])
-    learner.backward_pack = whole
+    learner.backward_micro_batch = whole
 
 
 @pytest.mark.parametrize(

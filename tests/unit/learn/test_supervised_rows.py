@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from lightning_rl.data.ends import ends_of
-from lightning_rl.data.implied import ImpliedPrompts
+from lightning_rl.data.end_tokens import end_tokens_of
+from lightning_rl.data.implied_prompts import ImpliedPrompts
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.supervised import RowLimit, conversation
 from lightning_rl.errors import ConfigError, DataError
@@ -44,7 +44,7 @@ def said(text, **more):
 
 def rows_of(kind, tokenizer):
     """Return a row for each learner: its columns, and a better and a worse completion."""
-    ask, end = [ASK], ends_of(tokenizer).turn
+    ask, end = [ASK], end_tokens_of(tokenizer).turn
     kinds = {
         "text": ({"prompt": ask}, "4.", "5."),
         "ids": ({"prompt": ask}, [52, 46, end], [53, 46, end]),
@@ -132,10 +132,10 @@ def test_every_learner_reads_every_row_as_the_template_writes_it(template, kind)
         assert row.prompt_ids == prompt.token_ids
     # Each trained stretch is a turn with its end; nothing of the user's is trained.
     trained = [t for t, mine in zip(row.token_ids, row.loss_mask, strict=True) if mine]
-    assert trained[-1] in ends_of(tokenizer).token_ids
+    assert trained[-1] in end_tokens_of(tokenizer).token_ids
     assert "more" not in tokenizer.decode(trained)
     count = 2 if kind == "several turns" else 1
-    assert sum(token in ends_of(tokenizer).token_ids for token in trained) == count
+    assert sum(token in end_tokens_of(tokenizer).token_ids for token in trained) == count
     assert chosen.token_ids != rejected.token_ids
     assert paired.token_ids == prompt.token_ids or kind == "several turns"
 

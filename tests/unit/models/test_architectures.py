@@ -1,4 +1,4 @@
-"""Test which architectures are scored exactly in packs, and that others are refused."""
+"""Test which architectures are scored exactly in micro-batches, and that others are refused."""
 
 import pytest
 import torch

@@ -44,11 +44,11 @@ def test_one_of_two_has_half_of_the_experts_of_policy_and_critic(qwen):
 def test_tokens_that_travel_nowhere_get_the_same(mixture, way):
     """One rank of one: all that is done on a way, and its experts have all tokens."""
     row = Row([2, 4], [3, 5, 6, 7, 8], [True] * 5, [0.0] * 5, [0] * 5)
-    pack = pack_rollouts([Rollout(Prompt("0", "", [2, 4]), "0", 0, seed=0, rows=[row])])
+    micro_batch = pack_rollouts([Rollout(Prompt("0", "", [2, 4]), "0", 0, seed=0, rows=[row])])
 
     def scored(policy: Policy) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         policy.lm.set_experts_implementation(way)
-        logprobs = policy(pack).logprobs
+        logprobs = policy(micro_batch).logprobs
         logprobs.sum().backward()
         return logprobs.detach(), {name: p.grad for name, p in policy.named_parameters()}
 

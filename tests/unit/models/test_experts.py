@@ -55,7 +55,7 @@ def test_an_engine_holds_what_was_pushed_and_computes_with_it(mixture):
     halved = {name: weight * 0.5 for name, weight in weights.items()}
     for version, pushed in enumerate((weights, halved)):
         engine.load_weights(pushed.items(), version)
-        [held] = engine.holdings(list(pushed))
+        [held] = engine.held_digests(list(pushed))
         assert held.digests == digests(pushed.items())
     sampling = Sampling(max_tokens=8)
     plain = AutoModelForCausalLM.from_pretrained(mixture)
@@ -106,7 +106,7 @@ def test_all_linear_adapts_attention(tmp_path):
     assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_scores_do_not_depend_on_order_or_packs(mixture, random_rollouts):
+def test_scores_do_not_depend_on_order_or_micro_batches(mixture, random_rollouts):
     """A router of random weights is never of two minds in float32."""
     policy, batch = Policy(str(mixture)), pack_rollouts(random_rollouts(0))
     together = policy.score(batch.clone(), "together", 10_000)["tokens", "together"]

@@ -1,11 +1,14 @@
-"""Test what a pack's layout costs, and long completions, whose attention needs no mask."""
+"""Test what a micro-batch's layout costs, and long completions, whose attention needs no mask."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.models.attention import batches as attention_batches, short as short_attention
+from lightning_rl.models.attention import (
+    batches as attention_batches,
+    short_segments as short_attention,
+)
 from lightning_rl.models.attention.packed import build_layout, packed_attention
 from lightning_rl.models.attention.varlen import attend, plain_varlen
 
@@ -25,9 +28,9 @@ class Cost(TorchDispatchMode):
         return result
 
 
-def cost_of(pack, *used: str) -> tuple[int, int]:
+def cost_of(micro_batch, *used: str) -> tuple[int, int]:
     with Cost() as cost:
-        layout = build_layout(pack)
+        layout = build_layout(micro_batch)
         for name in used:
             getattr(layout, name)
     return cost.operations, cost.bytes
@@ -38,11 +41,13 @@ def cost_of(pack, *used: str) -> tuple[int, int]:
 def test_a_layout_is_linear_in_the_tokens(make_rollout, used, group_size):
     """One long rollout and two that share a prompt: a mask alone had L (P + L) bytes."""
 
-    def pack(tokens: int):
+    def micro_batch(tokens: int):
         prompt, completion = [3] * (tokens // 4), [4] * (tokens * 3 // 4)
         return pack_rollouts([make_rollout(prompt, completion)] * group_size)
 
-    (operations, size), (more_operations, twice) = (cost_of(pack(n), *used) for n in (4096, 8192))
+    (operations, size), (more_operations, twice) = (
+        cost_of(micro_batch(n), *used) for n in (4096, 8192)
+    )
     assert more_operations == operations <= 180
     assert twice <= 2.05 * size
     assert twice <= 450 * group_size * 8192  # its mask would take 8192 * 6144 = 6000 a token
@@ -177,7 +182,7 @@ def test_which_rollouts_run_whole_by_hand(monkeypatch, make_rollout):
 
 
 def test_a_default_device_is_not_where_a_layout_is_worked_out(random_batch):
-    """Strategies load models under ``with device:``, and loading scores a pack."""
+    """Strategies load models under ``with device:``, and loading scores a micro-batch."""
     batch = random_batch(3)
     plain = build_layout(batch)
     with torch.device("meta"):

@@ -137,7 +137,7 @@ def test_ratios_to_the_transformers_engine_start_at_one(
     assert float((without.logprobs - engine).abs().max()) > 0.02
 
 
-def test_scores_do_not_depend_on_packs_or_selection(tiny_model, random_rollouts):
+def test_scores_do_not_depend_on_micro_batches_or_selection(tiny_model, random_rollouts):
     rollouts = random_rollouts(82)
     for i, rollout in enumerate(rollouts):
         rollout.sampling = replace(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.attention import batches as attention_batches, packed as attention
 from lightning_rl.models.lora import LoRA
@@ -76,20 +76,20 @@ def test_live_tokens_are_the_loss_mask_in_order(policy, random_batch):
 
 
 @pytest.mark.parametrize("budget", [1, 20, 60, 10_000])
-def test_scores_do_not_depend_on_the_pack_budget(policy, random_batch, budget):
+def test_scores_do_not_depend_on_the_micro_batch_budget(policy, random_batch, budget):
     batch = random_batch(7, groups=6)
     with torch.no_grad():
         whole = policy(batch).logprobs
         by_token = torch.zeros(len(batch["tokens"]))
         by_token[batch["tokens", "loss_mask"]] = whole
-        for rows in split_packs(batch, budget):
-            pack = select(batch, rows)
+        for rows in split_micro_batches(batch, budget):
+            micro_batch = select(batch, rows)
             starts = (batch["rollouts", "length"].cumsum(0) - batch["rollouts", "length"])[rows]
             lengths = batch["rollouts", "length"][rows]
             spans = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
-            expected = by_token[torch.cat(spans)][pack["tokens", "loss_mask"]]
+            expected = by_token[torch.cat(spans)][micro_batch["tokens", "loss_mask"]]
             bound = scores_rounding(policy.lm.config, expected)
-            torch.testing.assert_close(policy(pack).logprobs, expected, rtol=0, atol=bound)
+            torch.testing.assert_close(policy(micro_batch).logprobs, expected, rtol=0, atol=bound)
 
 
 def test_scores_do_not_depend_on_the_order_of_rollouts(policy, random_rollouts):

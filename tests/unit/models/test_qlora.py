@@ -160,7 +160,7 @@ def test_dora_is_merged_with_the_base_that_it_scales(tiny_model, form, random_ba
 
 def started(model, dtype, adapters=None, kind=TransformersEngine):
     engine = kind(dtype, device="cpu", adapters=adapters)
-    engine.follow_lora(4, lambda: None)
+    engine.configure_lora(4, lambda: None)
     engine.start(model)
     return engine
 

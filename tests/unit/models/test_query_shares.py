@@ -1,4 +1,4 @@
-"""Places that share a pack's queries: equal tokens and work, and the attention of one process."""
+"""Places that share a micro-batch's queries: equal tokens and work, one process's attention."""
 
 import random
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention import short as short_attention
+from lightning_rl.models.attention import short_segments as short_attention
 from lightning_rl.models.attention.batches import EndAligned
 from lightning_rl.models.attention.packed import PackLayout, build_layout, packed_attention
 from lightning_rl.models.attention.varlen import attend, plain_varlen

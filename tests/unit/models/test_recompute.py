@@ -11,7 +11,7 @@ from lightning_rl import LoRA, PolicyModule, Recompute
 from lightning_rl.cli.check.batches import largest_rollouts
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.host_inputs import HostInput
+from lightning_rl.models.input_offloading import HostInput
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.recompute import FUSED_ATTENTION, TiledMLP, layers_of, tiled_mlps
@@ -31,49 +31,50 @@ LIKE_TRUE = (
 
 
 @pytest.fixture(scope="module")
-def pack():
-    """Pack two groups of four that share prompts, with keys enough for fused attention."""
+def micro_batch():
+    """Micro-batch two groups of four that share prompts, with keys enough for fused attention."""
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     return pack_rollouts(largest_rollouts(prompts, 2, 4, 80))
 
 
-def gradients(model, pack, dtype=torch.float32, **options) -> dict[str, Tensor]:
+def gradients(model, micro_batch, dtype=torch.float32, **options) -> dict[str, Tensor]:
     policy = Policy(str(model), **grouped(**options)).to(dtype)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in policy.named_parameters():
         if "lora_" in name:  # one of the two factors starts at zero
             parameter.data.normal_(std=0.1, generator=generator)
-    scores = policy(pack)
+    scores = policy(micro_batch)
     (scores.logprobs.sum() + scores.entropy.square().sum()).backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)])
-def test_whatever_is_kept_wherever_gradients_are_the_same_bits(tiny_model, pack, lora):
-    expected = gradients(tiny_model, pack, lora=lora)
+def test_whatever_is_kept_wherever_gradients_are_the_same_bits(tiny_model, micro_batch, lora):
+    expected = gradients(tiny_model, micro_batch, lora=lora)
     assert all(grad.any() for grad in expected.values())
     for recompute in LIKE_TRUE:
-        found = gradients(tiny_model, pack, lora=lora, gradient_checkpointing=recompute)
+        found = gradients(tiny_model, micro_batch, lora=lora, gradient_checkpointing=recompute)
         assert found.keys() == expected.keys()
         for name, grad in found.items():
             assert torch.equal(grad, expected[name]), (recompute, name)
 
 
-def test_mlps_in_tiles_have_the_same_gradients_but_for_rounding(tiny_model, pack):
-    expected = gradients(tiny_model, pack, torch.float64)
+def test_mlps_in_tiles_have_the_same_gradients_but_for_rounding(tiny_model, micro_batch):
+    expected = gradients(tiny_model, micro_batch, torch.float64)
     tiles = Recompute(mlp_tokens=100)
-    found = gradients(tiny_model, pack, torch.float64, gradient_checkpointing=tiles)
+    found = gradients(tiny_model, micro_batch, torch.float64, gradient_checkpointing=tiles)
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_tile_at_a_time_is_computed(tiny_model, pack):
+def test_a_tile_at_a_time_is_computed(tiny_model, micro_batch):
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(mlp_tokens=100)})
     seen = []
     mlp = tiled_mlps(policy)[-1]
     mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape[-2]))
-    policy(pack).logprobs.sum().backward()
-    whole, rest = divmod(forward_tokens(pack) - 8, 100)  # no rollout's last token is computed
+    policy(micro_batch).logprobs.sum().backward()
+    # No rollout's last token is computed.
+    whole, rest = divmod(forward_tokens(micro_batch) - 8, 100)
     tiles = [100] * whole + [rest]
     # In forward, where the layer is computed again, and in backward, the last first.
     assert seen[: len(tiles)] == tiles
@@ -81,7 +82,7 @@ def test_a_tile_at_a_time_is_computed(tiny_model, pack):
     assert max(seen) == 100
 
 
-def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
+def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, micro_batch):
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(inputs="host")})
     inputs: list[weakref.ref] = []
     handles = [
@@ -90,13 +91,15 @@ def test_inputs_leave_the_device_and_come_back_one_ahead(tiny_model, pack):
         )
         for layer in layers_of(policy)
     ]
-    scores = policy(pack)
+    scores = policy(micro_batch)
     # The last may still be on its way; all others are gone.
     assert [one() is not None for one in inputs] == [False] * (len(handles) - 1) + [True]
     scores.logprobs.sum().backward()
-    bytes_of_input = (forward_tokens(pack) - 8) * 64 * 4  # of two; the last is there
+    bytes_of_input = (forward_tokens(micro_batch) - 8) * 64 * 4  # of two; the last is there
     on_device, on_host = (
-        kept_for_backward(Policy(str(tiny_model), loading={"gradient_checkpointing": kind}), pack)
+        kept_for_backward(
+            Policy(str(tiny_model), loading={"gradient_checkpointing": kind}), micro_batch
+        )
         for kind in (True, Recompute(inputs="host"))
     )
     assert on_device - on_host == bytes_of_input
@@ -118,9 +121,9 @@ def test_a_copy_is_fetched_before_it_is_needed():
     assert torch.equal(sent[1].received(), kept[1])  # a graph that is kept is gone through again
 
 
-def test_a_graph_can_be_gone_through_twice(tiny_model, pack):
+def test_a_graph_can_be_gone_through_twice(tiny_model, micro_batch):
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(inputs="host")})
-    loss, weight = policy(pack).logprobs.sum(), policy.lm.model.layers[0].mlp.up_proj.weight
+    loss, weight = policy(micro_batch).logprobs.sum(), policy.lm.model.layers[0].mlp.up_proj.weight
     first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
@@ -141,11 +144,11 @@ class Attended(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_attention_that_is_kept_is_not_computed_again(tiny_model, pack):
+def test_attention_that_is_kept_is_not_computed_again(tiny_model, micro_batch):
     for kind, again in ((True, True), (Recompute(keep="attention"), False)):
         policy = Policy(str(tiny_model), loading={"gradient_checkpointing": kind})
         with Attended() as forward:
-            loss = policy(pack).logprobs.sum()
+            loss = policy(micro_batch).logprobs.sum()
         with Attended() as backward:
             loss.backward()
         assert forward.calls > 0
@@ -158,12 +161,12 @@ def test_mlps_of_experts_are_left_alone(tmp_path):
         Policy(mixture, loading={"gradient_checkpointing": Recompute(mlp_tokens=8)})
 
 
-def test_tiles_need_no_gradient(tiny_model, pack):
+def test_tiles_need_no_gradient(tiny_model, micro_batch):
     plain = Policy(str(tiny_model))
     tiled = Policy(str(tiny_model), loading={"gradient_checkpointing": Recompute(mlp_tokens=100)})
     assert all(isinstance(mlp.forward, TiledMLP) for mlp in tiled_mlps(tiled))
     with torch.no_grad():
-        ours, theirs = tiled(pack).logprobs, plain(pack).logprobs
+        ours, theirs = tiled(micro_batch).logprobs, plain(micro_batch).logprobs
     bound = scores_rounding(tiny_model, theirs)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=bound)
 

@@ -51,7 +51,7 @@ def require_likeliest(config, experts, logits):
 
 @pytest.mark.parametrize("max_tokens", [10_000, 8])
 def test_recorded_experts_are_those_of_transformers(policy, batch, random_rollouts, max_tokens):
-    """Packs have any size, and rollouts share prompts."""
+    """Micro-batches have any size, and rollouts share prompts."""
     policy.score(batch, "scores", max_tokens, record_routing=True)
     column, begin = batch["tokens", "routed_experts"], 0
     for rollout in random_rollouts(0):
@@ -73,17 +73,18 @@ def test_what_is_not_scored_has_no_experts(policy, batch):
 
 def test_means_are_over_the_tokens_of_the_pass(policy, make_rollout):
     rollouts = [make_rollout([3, 4], [5, 6, 7]), make_rollout([3, 4], [8])]
-    heard = policy(pack_rollouts(rollouts)).heard  # the second adds no token to run
+    # The second adds no token to run.
+    router_outputs = policy(pack_rollouts(rollouts)).router_outputs
     logits = router_logits(policy, rollouts[0])
     probs = logits.softmax(-1).transpose(0, 1)
     bound = scores_rounding(policy.lm.config, logits)
-    torch.testing.assert_close(heard.probs, probs.mean(1), rtol=0, atol=bound)
+    torch.testing.assert_close(router_outputs.probs, probs.mean(1), rtol=0, atol=bound)
     entropy = -(probs * probs.log()).sum(-1).mean(1)
-    torch.testing.assert_close(heard.entropy, entropy, rtol=0, atol=bound)
-    require_likeliest(policy.lm.config, heard.experts, logits)
-    count = torch.nn.functional.one_hot(heard.experts.long(), probs.shape[-1]).sum((0, 2))
-    assert torch.equal(heard.load, count / 4)
-    assert heard.otherwise == 0
+    torch.testing.assert_close(router_outputs.entropy, entropy, rtol=0, atol=bound)
+    require_likeliest(policy.lm.config, router_outputs.experts, logits)
+    count = torch.nn.functional.one_hot(router_outputs.experts.long(), probs.shape[-1]).sum((0, 2))
+    assert torch.equal(router_outputs.load, count / 4)
+    assert router_outputs.otherwise == 0
 
 
 def test_a_replay_of_its_own_choice_changes_nothing_but_order(policy, batch):
@@ -92,7 +93,7 @@ def test_a_replay_of_its_own_choice_changes_nothing_but_order(policy, batch):
     policy.replays = True
     again = policy(batch)
     assert torch.equal(again.logprobs, own.logprobs)
-    assert again.heard.otherwise == 0
+    assert again.router_outputs.otherwise == 0
 
 
 def turned(policy, batch):
@@ -110,7 +111,7 @@ def test_given_experts_compute_with_gates_of_the_routers_own_logits(policy, batc
     batch = turned(policy, batch)
     policy.replays = True
     scores = policy(batch)
-    assert scores.heard.otherwise > 0.9
+    assert scores.router_outputs.otherwise > 0.9
     plain = Policy(policy.model)
     given = iter(())
 
@@ -158,7 +159,7 @@ def test_gradients_go_through_gates_also_if_layers_are_computed_again(mixture, b
         turned(policy, batch)
         policy.replays, policy.routing.balanced = True, True
         scores = policy(batch)
-        (scores.logprobs.sum() + scores.heard.probs.square().sum()).backward()
+        (scores.logprobs.sum() + scores.router_outputs.probs.square().sum()).backward()
         gradients.append({n: p.grad for n, p in policy.lm.named_parameters()})
     plain, again = gradients
     assert all(float(plain[name].norm()) > 0 for name in plain if name.endswith("gate.weight"))
@@ -230,13 +231,13 @@ def test_routers_that_score_by_a_sigmoid_are_heard_and_replayed(sigmoids, make_r
     scores = router_logits(sigmoids, rollout).sigmoid()
     expected = (scores / scores.sum(-1, keepdim=True)).mean(0)
     bound = scores_rounding(sigmoids.lm.config, expected)
-    torch.testing.assert_close(own.heard.probs, expected, rtol=0, atol=bound)
+    torch.testing.assert_close(own.router_outputs.probs, expected, rtol=0, atol=bound)
     sigmoids.score(batch, "scores", 10_000, record_routing=True)
     sigmoids.replays = True
     again = sigmoids(batch)
     torch.testing.assert_close(again.logprobs, own.logprobs, rtol=0, atol=bound)
-    assert again.heard.otherwise == 0
-    assert sigmoids(turned(sigmoids, batch)).heard.otherwise > 0.5
+    assert again.router_outputs.otherwise == 0
+    assert sigmoids(turned(sigmoids, batch)).router_outputs.otherwise > 0.5
 
 
 def test_gates_of_given_experts_are_scaled_sigmoids(sigmoids):

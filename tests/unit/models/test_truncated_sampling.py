@@ -76,7 +76,7 @@ def test_logprobs_entropy_and_gradients_match_float64(monkeypatch, setting, chun
     check_against_naive([setting] * 12)
 
 
-def test_rows_of_a_pack_may_be_sampled_differently():
+def test_rows_of_a_micro_batch_may_be_sampled_differently():
     check_against_naive([*SETTINGS, (1.0, 0, 1.0), (0.5, 0, 1.0)] * 2)
 
 
@@ -188,7 +188,7 @@ def test_ratios_to_the_transformers_engine_start_at_one(
     assert (float((uncut.logprobs - engine).abs().max()) > 0.05) is (top_k > 0 or top_p < 1)
 
 
-def test_scores_do_not_depend_on_packs_where_only_some_are_cut(tiny_model, random_rollouts):
+def test_scores_do_not_depend_on_micro_batches_where_only_some_are_cut(tiny_model, random_rollouts):
     rollouts = random_rollouts(81)
     for i, rollout in enumerate(rollouts):
         top_p, top_k = (0.8, 0) if i % 3 == 0 else (1.0, 4 * (i % 2))

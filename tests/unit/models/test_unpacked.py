@@ -7,10 +7,10 @@ import torch
 import transformers as hf
 
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.data.splitting import PADDED, split_packs
+from lightning_rl.data.splitting import PADDED, split_micro_batches
 from lightning_rl.errors import ConfigError
-from lightning_rl.models.attention.lines import lines_of
 from lightning_rl.models.attention.packed import build_layout, of_all_tokens
+from lightning_rl.models.attention.unpacked import lines_of
 from lightning_rl.models.heads import SeparateValueHead
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.policy import Policy
@@ -28,7 +28,7 @@ def test_scores_and_gradients_are_those_of_the_models_own_forward(
     name, tmp_path, random_rollouts, in_double
 ):
     directory = saved(UNPACKED[name](), tmp_path)
-    with pytest.warns(UserWarning, match="cannot be computed in packs, so it runs unpacked"):
+    with pytest.warns(UserWarning, match="cannot compute packed rows, so it runs unpacked"):
         policy = Policy(directory).double()
     plain = hf.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).double()
     rollouts = random_rollouts(0, temperature=1.0)
@@ -62,23 +62,25 @@ def test_lines_by_hand(make_rollout):
     assert lines.place.tolist() == [0, 1, 2, 5, 3, 4, 6, 13]
 
 
-def test_packs_of_lines_are_counted_with_their_padding(make_rollout):
+def test_micro_batches_of_lines_are_counted_with_their_padding(make_rollout):
     """Lengths 10, 9, 8 and 4 would be 40 tokens as four lines, nine of them padding, of 31."""
     batch = pack_rollouts([make_rollout([3], [4] * n) for n in (3, 9, 7, 8)])
     assert forward_tokens(batch, PADDED) == 40
-    packs = [rows.tolist() for rows in split_packs(batch, 30, even=False, filling=PADDED)]
-    assert packs == [[1, 2, 3], [0]]
+    micro_batches = [
+        rows.tolist() for rows in split_micro_batches(batch, 30, even=False, filling=PADDED)
+    ]
+    assert micro_batches == [[1, 2, 3], [0]]
     # 40 / 31 is less than 1.3, so the budget alone may part them.
-    assert len(split_packs(batch, 40, filling=PADDED)) == 1
+    assert len(split_micro_batches(batch, 40, filling=PADDED)) == 1
     # With another of length 4 it is 50 / 35, which parts them whatever the budget is.
     batch = pack_rollouts([make_rollout([3], [4] * n) for n in (3, 9, 7, 8, 3)])
-    assert len(split_packs(batch, 1000, filling=PADDED)) == 2
+    assert len(split_micro_batches(batch, 1000, filling=PADDED)) == 2
     # A shared prompt counts for each.
     batch = pack_rollouts([make_rollout([3] * 8, [4, 5])] * 3)
-    assert [len(rows) for rows in split_packs(batch, 20, filling=PADDED)] == [2, 1]
+    assert [len(rows) for rows in split_micro_batches(batch, 20, filling=PADDED)] == [2, 1]
 
 
-def test_scoring_in_several_packs_and_a_reference_give_the_same(
+def test_scoring_in_several_micro_batches_and_a_reference_give_the_same(
     tmp_path, random_rollouts, in_double
 ):
     policy = Policy(saved(UNPACKED["lfm2"](), tmp_path)).double()
@@ -93,7 +95,7 @@ def test_scoring_in_several_packs_and_a_reference_give_the_same(
     assert torch.equal(copied, many)
 
 
-def test_routers_are_heard_and_told_in_the_order_of_the_pack(tmp_path, random_rollouts):
+def test_routers_are_heard_and_told_in_the_order_of_the_micro_batch(tmp_path, random_rollouts):
     config = UNPACKED["qwen3_next"]()
     config.mlp_only_layers = []
     policy = Policy(saved(config, tmp_path))
@@ -101,20 +103,21 @@ def test_routers_are_heard_and_told_in_the_order_of_the_pack(tmp_path, random_ro
     with torch.no_grad():
         first = policy(batch)
     layout = build_layout(batch)
-    assert first.heard.experts.shape == (len(layout.input_ids), 2, 2)
+    assert first.router_outputs.experts.shape == (len(layout.input_ids), 2, 2)
     # Each expert's place changes; then only what is replayed says where tokens go.
-    spread = of_all_tokens(batch, first.heard.experts)
+    spread = of_all_tokens(batch, first.router_outputs.experts)
     other = torch.where(spread >= 0, (spread + 1) % 4, spread)
     batch["tokens", "routed_experts"] = other
     policy.replays = True
     with torch.no_grad():
         replayed = policy(batch)
-    assert torch.equal(of_all_tokens(batch, replayed.heard.experts), other)
+    assert torch.equal(of_all_tokens(batch, replayed.router_outputs.experts), other)
     assert not torch.allclose(replayed.logprobs, first.logprobs)
 
 
 def test_a_critic_has_a_pass_of_its_own(tmp_path, random_rollouts):
-    """A packed policy's critic may be one that cannot be packed; packs are then counted for it."""
+    """A packed policy's critic may be one that cannot be packed; micro-batches are then counted for
+    it."""
     critic = saved(UNPACKED["lfm2"](), tmp_path / "critic")
     policy = Policy(
         saved(hf.Qwen3Config(**GROUPED, head_dim=8), tmp_path / "policy"), SeparateValueHead(critic)
@@ -136,13 +139,13 @@ def test_a_critic_has_a_pass_of_its_own(tmp_path, random_rollouts):
     torch.testing.assert_close(values, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
-def test_what_goes_with_packs_only_is_refused(tmp_path):
+def test_what_goes_with_micro_batches_only_is_refused(tmp_path):
     directory = saved(UNPACKED["lfm2"](), tmp_path)
     with pytest.raises(ConfigError, match=r"compile_layers=True: Lfm2.* set compile_layers: False"):
         Policy(directory, compile_layers=True)
     policy = Policy(directory)
     with pytest.raises(ConfigError, match=r"sequence=2: Lfm2ForCausalLM.* set sequence: 1"):
-        policy.share_packs(2)
+        policy.share_micro_batches(2)
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2", "stablelm", "falcon"])
@@ -156,7 +159,7 @@ def test_without_weights_the_pass_is_told_by_the_layers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "falcon_h1", "jamba"])
-def test_a_pack_that_leaks_is_found_where_weights_are_small(name, tmp_path):
+def test_a_micro_batch_that_leaks_is_found_where_weights_are_small(name, tmp_path):
     """Scores at transformers' own init of 0.02 are off by about 1e-3 nats or less."""
     one = ARCHITECTURES[name]
     small = dataclasses.replace(one, sizes=one.sizes | {"initializer_range": 0.02})

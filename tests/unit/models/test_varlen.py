@@ -84,10 +84,10 @@ def windowed(tiny_model, tmp_path_factory):
     return directory
 
 
-def gradients(model, pack, **options):
+def gradients(model, micro_batch, **options):
     policy = Policy(str(model), **grouped(**options))
     varlen.kernel_works.cache_clear()  # on a GPU a policy is checked in float32, without the kernel
-    scores = policy(pack)
+    scores = policy(micro_batch)
     (scores.logprobs.sum() + scores.entropy.sum()).backward()
     return {name: p.grad for name, p in policy.named_parameters()}
 
@@ -97,24 +97,24 @@ def test_the_kernel_is_tried_before_layers_that_are_recomputed_run(
     windowed, random_batch, kernel_on_cpu, recompute
 ):
     """A trial inside of a layer would be part of what it keeps, and be missing in the rerun."""
-    pack = random_batch(0)
-    expected = gradients(windowed, pack)
+    micro_batch = random_batch(0)
+    expected = gradients(windowed, micro_batch)
     assert varlen.kernel_works.cache_info().misses == 2  # with a window and without
-    found = gradients(windowed, pack, gradient_checkpointing=recompute)
+    found = gradients(windowed, micro_batch, gradient_checkpointing=recompute)
     assert found.keys() == expected.keys()
     for name, grad in found.items():
         assert torch.equal(grad, expected[name]), name
 
 
 def test_what_the_kernel_computes_is_what_batches_do(windowed, random_batch, request):
-    pack = random_batch(0)
-    batched = Policy(str(windowed)).double()(pack)
+    micro_batch = random_batch(0)
+    batched = Policy(str(windowed)).double()(micro_batch)
     request.getfixturevalue("kernel_on_cpu")
     policy = Policy(str(windowed)).double()
-    layout = build_layout(pack)
+    layout = build_layout(micro_batch)
     layout.prepare(policy.lm)
     assert layout.fused.heads == {(32, False), (32, True)}
-    fused = policy(pack)
+    fused = policy(micro_batch)
     torch.testing.assert_close(fused.logprobs, batched.logprobs, rtol=0, atol=1e-12)
 
 

@@ -136,7 +136,7 @@ def test_truncated_rollouts_have_no_gradient_and_the_rest_is_reweighed(
 ):
     rollouts = truncated(random_rollouts(71))
     module = module_of(
-        tiny_model, mask_truncated=True, aggregation=rule, max_tokens_per_pack=budget
+        tiny_model, mask_truncated=True, aggregation=rule, max_tokens_per_micro_batch=budget
     )
     train_on(module, [pack_rollouts(rollouts)])
     # The same from its definition: advantages of all, then the loss of the others alone.
@@ -185,7 +185,7 @@ def test_if_all_were_truncated_nothing_moves(tiny_model, train_on, random_rollou
 
 
 def test_the_engines_logprobs_stand_in_for_the_old_ones(tiny_model, random_batch):
-    module = module_of(tiny_model, trust_engine_logprobs=True)
+    module = module_of(tiny_model, use_rollout_logprobs=True)
     batch = module.learner.compute_old_logprobs(random_batch(73))
     assert torch.equal(batch["tokens", "old_logprobs"], batch["tokens", "rollout_logprobs"])
 
@@ -193,7 +193,7 @@ def test_the_engines_logprobs_stand_in_for_the_old_ones(tiny_model, random_batch
 def test_with_a_critic_too(tiny_model, random_batch):
     trusting, plain = (
         module_of(tiny_model, advantage=GAE(), critic=SharedValueHead(), **options)
-        for options in ({"trust_engine_logprobs": True}, {})
+        for options in ({"use_rollout_logprobs": True}, {})
     )
     for module in (trusting, plain):
         nn.init.constant_(module.policy.value_head.linear.weight, 0.1)
@@ -211,7 +211,7 @@ def test_whose_logprobs_the_first_ratio_is_to(tiny_model, train_on, random_rollo
     for rollout in rollouts:  # each with an advantage, so that each is trained on
         rollout.reward = float(rollout.sample_index**2)
     batch = pack_rollouts(rollouts)
-    module = module_of(tiny_model, trust_engine_logprobs=trust, loss=PPOClip(0.9, 9.0))
+    module = module_of(tiny_model, use_rollout_logprobs=trust, loss=PPOClip(0.9, 9.0))
     with torch.no_grad():
         scores = module.policy(batch)
     engine = batch["tokens", "rollout_logprobs"][scores.live]
@@ -228,7 +228,7 @@ def test_whose_logprobs_the_first_ratio_is_to(tiny_model, train_on, random_rollo
 def test_right_engine_logprobs_change_nothing(tiny_model, train_on, random_batch):
     weights = []
     for trust in (False, True):
-        module = module_of(tiny_model, trust_engine_logprobs=trust, ppo_epochs=2)
+        module = module_of(tiny_model, use_rollout_logprobs=trust, ppo_epochs=2)
         batch = module.policy.score(random_batch(75), "rollout_logprobs", 100_000)
         train_on(module, [batch])
         weights.append(nn.utils.parameters_to_vector(module.policy.parameters()).detach())

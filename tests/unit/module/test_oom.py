@@ -1,4 +1,4 @@
-"""Memory that is too small for a pack: the gradient is the same, and nothing is counted twice."""
+"""Memory too small for a micro-batch: the gradient is the same, and nothing is counted twice."""
 
 import logging
 
@@ -10,7 +10,7 @@ from lightning_rl.algos.kl import K3Penalty
 from lightning_rl.algos.losses import PPOClip
 from lightning_rl.data.batch import select
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.errors import PackMemoryError
+from lightning_rl.errors import MicroBatchMemoryError
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.memory import forward_tokens, is_out_of_memory, smaller_budget
 from lightning_rl.models.policy import Policy
@@ -35,7 +35,7 @@ class _Backward(torch.autograd.Function):
 
 
 class Hungry(PPOClip):
-    """Really runs out of memory with more than ``limit`` loss tokens in a pack."""
+    """Really runs out of memory with more than ``limit`` loss tokens in a micro-batch."""
 
     limit, in_backward = 10**9, False
 
@@ -59,7 +59,7 @@ def train(tiny_model, train_on, batch, budget=10_000):
         str(tiny_model),
         loss=Hungry(),
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        update={"max_grad_norm": None, "max_tokens_per_pack": budget},
+        update={"max_grad_norm": None, "max_tokens_per_micro_batch": budget},
     )
     train_on(module, [batch.clone()], callbacks=[recorded])
     return last_gradients(module), recorded.row
@@ -68,7 +68,7 @@ def train(tiny_model, train_on, batch, budget=10_000):
 @pytest.mark.parametrize(
     ("in_backward", "budget", "limit"), [(False, 10_000, 12), (True, 10_000, 30), (True, 60, 12)]
 )
-def test_the_gradient_is_that_of_the_whole_pack(
+def test_the_gradient_is_that_of_the_whole_micro_batch(
     tiny_model, train_on, random_batch, monkeypatch, caplog, in_backward, budget, limit
 ):
     batch = random_batch(12, groups=5)
@@ -78,10 +78,10 @@ def test_the_gradient_is_that_of_the_whole_pack(
     with caplog.at_level(logging.WARNING, "lightning_rl"):
         ours, our_row = train(tiny_model, train_on, batch, budget)
     assert_close(ours, wanted, gradient_rounding(tiny_model, len(batch["tokens"])))
-    # The packs that worked out before the one that did not are done again, and count once.
+    # The micro-batches that worked out before the one that did not are done again, and count once.
     assert our_row == pytest.approx(row, rel=1e-5, abs=1e-7)
     assert "out of memory with" in caplog.text
-    assert "Lower model.update.max_tokens_per_pack" in caplog.text
+    assert "Lower model.update.max_tokens_per_micro_batch" in caplog.text
 
 
 def test_a_rollout_that_does_not_fit_is_named(tiny_model, train_on, random_batch, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_rollout_that_does_not_fit_is_named(tiny_model, train_on, random_batch
         r"a rollout of \d+ tokens does not fit into memory by itself; lower data.sampling."
         r"max_tokens, or set model.loading.gradient_checkpointing=true \(.*memory"
     )
-    with pytest.raises(PackMemoryError, match=message):
+    with pytest.raises(MicroBatchMemoryError, match=message):
         train(tiny_model, train_on, random_batch(12))
 
 
@@ -102,7 +102,7 @@ def test_another_error_is_not_taken_for_it(random_batch):
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
 
 
-def test_half_of_the_tokens_of_the_pack(make_rollout):
+def test_half_of_the_tokens_of_the_micro_batch(make_rollout):
     shared = [make_rollout([3, 4, 5], [6, 1]), make_rollout([3, 4, 5], [6, 7, 1])]
     batch = pack_rollouts([*shared, make_rollout([8], [9, 1])])
     # The shared prompt once: 3 + 2 + 3, then 1 + 2.
@@ -112,16 +112,16 @@ def test_half_of_the_tokens_of_the_pack(make_rollout):
 
 
 class HungryPolicy(Policy):
-    """Runs out of memory where no gradient is wanted, with more than ``limit`` tokens in a pack."""
+    """Runs out of memory without gradients, with more than ``limit`` tokens in a micro-batch."""
 
     limit = 10**9
     failures = 0
 
-    def forward(self, pack):
-        if not torch.is_grad_enabled() and forward_tokens(pack) > self.limit:
+    def forward(self, micro_batch):
+        if not torch.is_grad_enabled() and forward_tokens(micro_batch) > self.limit:
             HungryPolicy.failures += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().forward(pack)
+        return super().forward(micro_batch)
 
 
 class HungryModule(PolicyModule):
@@ -134,7 +134,9 @@ class HungryModule(PolicyModule):
 
 
 @pytest.mark.parametrize("limit", [60, 20, 15])
-def test_scores_are_those_of_whole_packs(tiny_model, random_batch, monkeypatch, caplog, limit):
+def test_scores_are_those_of_whole_micro_batches(
+    tiny_model, random_batch, monkeypatch, caplog, limit
+):
     policy = HungryPolicy(str(tiny_model), SharedValueHead())
     torch.nn.init.normal_(policy.value_head.linear.weight, std=0.1)
     batch, rows = random_batch(12, groups=5), torch.tensor([0, 2, 3, 5, 6, 7, 8, 10, 11])
@@ -173,5 +175,7 @@ def test_old_and_reference_logprobs_do_not_stop_a_run(
 def test_a_rollout_that_cannot_be_scored_is_named(tiny_model, random_batch, monkeypatch):
     policy = HungryPolicy(str(tiny_model))
     monkeypatch.setattr(HungryPolicy, "limit", 0)
-    with pytest.raises(PackMemoryError, match=r"a rollout of \d+ tokens does not fit .* of memory"):
+    with pytest.raises(
+        MicroBatchMemoryError, match=r"a rollout of \d+ tokens does not fit .* of memory"
+    ):
         policy.score(random_batch(4), "scored", 10_000)

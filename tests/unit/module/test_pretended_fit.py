@@ -40,7 +40,7 @@ from lightning_rl.callbacks import (
     ZeroAdvantageGuard,
 )
 from lightning_rl.extend import Policy
-from lightning_rl.models.attention import short as short_attention
+from lightning_rl.models.attention import short_segments as short_attention
 from tests.support.pretended import DEVICE, moving_in_place, on_the_device
 from tests.support.small_run import adamw, data_module, grpo, ppo, trainer_of
 

@@ -9,13 +9,13 @@ from tensordict import TensorDict
 
 from lightning_rl import K3Penalty, TokenTIS
 from lightning_rl.data.batch import empty_like, host_of, select, with_host
-from lightning_rl.data.splitting import split_packs
+from lightning_rl.data.splitting import split_micro_batches
 from tests.support.pretended import DEVICE, moving_in_place, on_the_device, waits
 from tests.support.small_run import grpo
 
 
 def counted(module, batch: TensorDict, train_on, max_tokens: int) -> Counter[str]:
-    """Return what the host waited for in an iteration with packs of so many tokens."""
+    """Return what the host waited for in an iteration with micro-batches of so many tokens."""
     seen, step = Counter(), module.training_step
 
     def watched(*given):
@@ -24,7 +24,7 @@ def counted(module, batch: TensorDict, train_on, max_tokens: int) -> Counter[str
         seen.update(waits)
 
     module.training_step = watched
-    module.update = replace(module.update, max_tokens_per_pack=max_tokens)
+    module.update = replace(module.update, max_tokens_per_micro_batch=max_tokens)
     with moving_in_place():
         train_on(module, [batch], **on_the_device())
     return seen
@@ -35,10 +35,11 @@ def with_penalty(tiny_model):
 
 
 @pytest.mark.parametrize(("make", "budget"), [(grpo, 20), (with_penalty, 16)])
-def test_no_pack_waits(make, budget, tiny_model, random_batch, train_on):
-    """However many packs there are, the host waits as often: for an iteration, not for a pack."""
+def test_no_micro_batch_waits(make, budget, tiny_model, random_batch, train_on):
+    """However many micro-batches there are, the host waits as often: per iteration, not for
+    each."""
     batch = random_batch(3)
-    assert len(split_packs(batch, 30)) == 3
+    assert len(split_micro_batches(batch, 30)) == 3
     one, three = (counted(make(tiny_model), batch, train_on, size) for size in (10_000, 30))
     assert one == three
     assert 0 < one.total() <= budget, one

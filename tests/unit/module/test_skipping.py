@@ -11,7 +11,7 @@ from lightning_rl.algos.losses import PolicyLoss, PPOClip, SFTMix
 from lightning_rl.algos.objective import PromptMean, SequenceMean, TokenMean, TokenSum
 from lightning_rl.algos.trust_regions import DPPO
 from lightning_rl.data.packing import pack_rollouts
-from lightning_rl.learn.left_out import has_zero_advantage, without
+from lightning_rl.learn.skipped import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.module import PolicyModule
 from tests.support.grouped import grouped
@@ -44,8 +44,8 @@ def adamw(parameters):
 def weights_after(tiny_model, train_on, batches, skip, **options):
     """Return weights after training with or without skipping, and the last metrics."""
     module = PolicyModule(str(tiny_model), optimizer=adamw, **grouped(**options))
-    assert module.left_out.zero_advantage
-    module.left_out.zero_advantage = skip
+    assert module.skipped.zero_advantage
+    module.skipped.zero_advantage = skip
     trainer = train_on(module, batches())
     state = torch.cat([p.detach().flatten() for p in module.policy.parameters()])
     return state, {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -54,7 +54,7 @@ def weights_after(tiny_model, train_on, batches, skip, **options):
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
 def test_weights_are_those_of_all_rollouts(tiny_model, train_on, rollouts, loss):
     rollouts[6].demonstration = isinstance(loss, SFTMix)  # in a group without spread
-    options = {"loss": loss, "minibatches": 2, "max_tokens_per_pack": 60}
+    options = {"loss": loss, "minibatches": 2, "max_tokens_per_micro_batch": 60}
     (ours, metrics), (theirs, _) = (
         weights_after(tiny_model, train_on, lambda: [pack_rollouts(rollouts)] * 2, skip, **options)
         for skip in (True, False)
@@ -140,8 +140,8 @@ class Anchored(PolicyLoss):
     ids=["kl", "kl_reward", "entropy", "critic", "loss", "mixed loss"],
 )
 def test_nothing_is_skipped_where_more_than_advantages_moves_the_policy(options):
-    assert PolicyModule("model").left_out.zero_advantage
-    assert not PolicyModule("model", **grouped(**options)).left_out.zero_advantage
+    assert PolicyModule("model").skipped.zero_advantage
+    assert not PolicyModule("model", **grouped(**options)).skipped.zero_advantage
 
 
 def test_is_idle_by_hand(make_rollout):

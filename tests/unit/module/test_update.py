@@ -52,7 +52,7 @@ def test_the_grpo_gradient_is_the_policy_gradient(
 ):
     rollouts = random_rollouts(11)
     module = module_of(
-        tiny_model, aggregation=aggregation, advantage=GRPO(False), max_tokens_per_pack=30
+        tiny_model, aggregation=aggregation, advantage=GRPO(False), max_tokens_per_micro_batch=30
     )
     train_on(module, [pack_rollouts(rollouts)])
     # The same from its definition: one plain forward per rollout, Python arithmetic for the rest.
@@ -78,12 +78,12 @@ def test_the_grpo_gradient_is_the_policy_gradient(
 
 
 @pytest.mark.parametrize("make", [module_of, with_critic])
-def test_the_gradient_does_not_depend_on_the_cut_into_packs(
+def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches(
     tiny_model, train_on, random_batch, make
 ):
     gradients = []
     for budget in (100_000, 60, 25, 1):
-        module = make(tiny_model, max_tokens_per_pack=budget)
+        module = make(tiny_model, max_tokens_per_micro_batch=budget)
         train_on(module, [random_batch(12, groups=5)])
         gradients.append(last_gradients(module))
     for other in gradients[1:]:
@@ -98,19 +98,23 @@ def test_the_gradient_does_not_depend_on_the_order_of_rollouts(
     order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(1)).tolist()
     gradients = []
     for arranged in (rollouts, [rollouts[i] for i in order]):
-        module = make(tiny_model, max_tokens_per_pack=60)
+        module = make(tiny_model, max_tokens_per_micro_batch=60)
         train_on(module, [pack_rollouts(arranged)])
         gradients.append(last_gradients(module))
     assert_close(gradients[1], gradients[0], gradient_rounding(tiny_model, tokens=100))
 
 
-def test_several_epochs_and_minibatches_do_not_depend_on_packs_either(
+def test_several_epochs_and_minibatches_do_not_depend_on_micro_batches_either(
     tiny_model, train_on, random_batch
 ):
     weights = []
     for budget in (100_000, 20):
         module = with_critic(
-            tiny_model, max_tokens_per_pack=budget, ppo_epochs=2, minibatches=2, max_grad_norm=1.0
+            tiny_model,
+            max_tokens_per_micro_batch=budget,
+            ppo_epochs=2,
+            minibatches=2,
+            max_grad_norm=1.0,
         )
         train_on(module, [random_batch(14)])
         weights.append(torch.cat([p.detach().flatten() for p in module.policy.parameters()]))
@@ -138,7 +142,7 @@ def ppo(tiny_model, **options) -> PolicyModule:
         critic=SeparateValueHead(),
         kl=K3Penalty(0.1),
         optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
-        **grouped(ppo_epochs=2, minibatches=2, max_tokens_per_pack=50, **options),
+        **grouped(ppo_epochs=2, minibatches=2, max_tokens_per_micro_batch=50, **options),
     )
 
 
@@ -166,7 +170,7 @@ def test_a_learner_needs_no_lightning(tiny_model, train_on, random_batch):
         TorchBackend(optimizer),
         GAE(),
         Objective(kl=K3Penalty(0.1), value_loss=ValueLoss()),
-        settings=UpdateSettings(ppo_epochs=2, minibatches=2, max_tokens_per_pack=50),
+        settings=UpdateSettings(ppo_epochs=2, minibatches=2, max_tokens_per_micro_batch=50),
         reference=reference,
     )
     for batch in batches:
@@ -193,7 +197,7 @@ def test_a_penalty_without_a_reference_is_refused(tiny_model):
 
 
 def test_old_logprobs_are_those_before_the_update(tiny_model, random_batch):
-    module = module_of(tiny_model, max_tokens_per_pack=40)
+    module = module_of(tiny_model, max_tokens_per_micro_batch=40)
     module.configure_model()
     batch = module.learner.compute_old_logprobs(random_batch(17))
     with torch.no_grad():
@@ -222,7 +226,7 @@ def test_steps_that_need_what_is_not_there_are_refused(tiny_model, random_batch)
     [
         ({"ppo_epochs": 0}, "ppo_epochs=0 must be >= 1"),
         ({"minibatches": -1}, "minibatches=-1 must be >= 1"),
-        ({"max_tokens_per_pack": 0}, "max_tokens_per_pack=0 must be >= 1"),
+        ({"max_tokens_per_micro_batch": 0}, "max_tokens_per_micro_batch=0 must be >= 1"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm=0\.0 must be > 0"),
         ({"advantage": GAE()}, "advantage=GAE needs a critic; set critic.head"),
         ({"learner": "torch.nn.Linear"}, "expected the import path of a subclass of Learner, got"),

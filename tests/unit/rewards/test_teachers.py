@@ -35,7 +35,7 @@ def own_logprobs(model, text: list[int], temperature: float = 1.0) -> torch.Tens
         return (lm(torch.tensor([text])).logits[0, :-1] / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("budget", [1, 64])  # each text in a pack of its own, and all in one
+@pytest.mark.parametrize("budget", [1, 64])  # each text in a micro-batch of its own, and all in one
 def test_logprobs_are_those_of_the_model(tiny_model, make_rollout, budget):
     mask = [True, False, True]
     texts = {(3, 4): [5, 6, 7], (8,): [9, 10, 1]}
@@ -44,7 +44,9 @@ def test_logprobs_are_those_of_the_model(tiny_model, make_rollout, budget):
         for prompt, tokens in texts.items()
         for place in range(2)
     ]
-    teacher = ModelTeacher(str(tiny_model), top_k=2, max_tokens_per_pack=budget, device="cpu")
+    teacher = ModelTeacher(
+        str(tiny_model), top_k=2, max_tokens_per_micro_batch=budget, device="cpu"
+    )
     graded(teacher, tiny_model, rollouts)
     for rollout in rollouts:
         [row] = rollout.rows

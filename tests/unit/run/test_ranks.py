@@ -30,7 +30,7 @@ from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.data.splitting import split_minibatches
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, FilterError
-from lightning_rl.learn.left_out import has_zero_advantage, without
+from lightning_rl.learn.skipped import has_zero_advantage, without
 from lightning_rl.models.heads import SharedValueHead
 from lightning_rl.models.policy import Policy, load_tokenizer
 from lightning_rl.rollout import Call
@@ -201,7 +201,7 @@ def test_groups_must_be_shared_evenly(monkeypatch):
         check_groups(4, 5)
 
 
-def test_a_silent_pack_leaves_the_batch_as_it_is(make_rollout):
+def test_a_silent_micro_batch_leaves_the_batch_as_it_is(make_rollout):
     batch = GRPO()(pack_rollouts([make_rollout([3], [4, 1])]))
     assert empty_like(batch)["tokens", "loss_mask"].tolist() == [False, False, False]
     assert batch["tokens", "loss_mask"].tolist() == [False, True, True]

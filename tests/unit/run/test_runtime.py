@@ -9,8 +9,8 @@ import threading
 import pytest
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 
-from lightning_rl.collect.ahead import AsyncCollector
 from lightning_rl.collect.collector import SyncCollector
+from lightning_rl.collect.prefetch import AsyncCollector
 from lightning_rl.run.loop.background import Runtime, run_async, runtime
 from lightning_rl.run.loop.threads import CallingThread
 from tests.support.small_run import data_module, grpo, trainer_of

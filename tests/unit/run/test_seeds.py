@@ -4,7 +4,7 @@ import pytest
 
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.errors import ConfigError
-from lightning_rl.learn.recorded import RecordedGroups
+from lightning_rl.learn.offline import RecordedGroups
 from lightning_rl.models.policy import load_tokenizer
 from lightning_rl.run.seeding import derived_seed, drawn_seed, run_seed
 from tests.support.small_run import grpo

@@ -10,7 +10,7 @@ import torch
 from benchmarks.ledger.faults import FAULTS, Torn, TornTransport
 from lightning_rl.engines import TransformersEngine
 from lightning_rl.engines.hf.adapters import TransformersAdapters
-from lightning_rl.engines.push import Holdings
+from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EngineError, WeightSyncError, WrongWeightsError
 from lightning_rl.models.lora import LoRA
@@ -209,9 +209,9 @@ def test_each_policys_adapters_are_compared_with_its_own(model, skeleton_of_mode
 class Says(TransformersEngine):
     """Answers what it is told to."""
 
-    said: tuple[Holdings, ...] = ()
+    said: tuple[HeldDigests, ...] = ()
 
-    def holdings(self, names):
+    def held_digests(self, names):
         return list(self.said)
 
 
@@ -232,8 +232,8 @@ def test_what_cannot_be_read_is_counted_and_said_once(caplog):
     weights = {name: torch.randn(3) for name in "abc"}
     sent = noted(weights)
     held = {name: digest(weight.bfloat16()) for name, weight in weights.items()}
-    whole = Holdings("one", held)
-    part = Holdings("two", {"a": held["a"]}, {"b": "it is packed", "c": "it is packed"})
+    whole = HeldDigests("one", held)
+    part = HeldDigests("two", {"a": held["a"]}, {"b": "it is packed", "c": "it is packed"})
     with caplog.at_level(logging.WARNING):
         assert sent.require_held(lambda names: [whole, part]) == 4
         assert sent.require_held(lambda names: [whole, part]) == 4

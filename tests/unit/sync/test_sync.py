@@ -33,7 +33,7 @@ from lightning_rl.sync.schedule import (
 )
 from lightning_rl.sync.stream import WeightPart, parts_of
 
-IDLE = CollectorStatus()  # what a collector that does not work ahead says
+IDLE = CollectorStatus()  # what a collector that does not prefetch says
 BUSY = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=True, used_up=False)
 BATCH_DONE = CollectorStatus(in_flight=3, done=4, wanted=4, may_issue=True, used_up=False)
 FULL = CollectorStatus(in_flight=3, done=1, wanted=4, may_issue=False, used_up=False)

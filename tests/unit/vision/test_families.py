@@ -145,7 +145,7 @@ def test_prompts_of_equal_tokens_and_other_pictures_are_not_shared(model):
         assert torch.allclose(policy(batch).logprobs, alone, atol=2e-5)
 
 
-def test_order_of_a_pack_does_not_matter(model):
+def test_order_of_a_micro_batch_does_not_matter(model):
     policy = policy_of(model)
     rollouts = several(policy)
     batch = policy.with_sight(pack_rollouts(rollouts))
@@ -153,7 +153,7 @@ def test_order_of_a_pack_does_not_matter(model):
         whole = policy.score(batch, "logprobs", 10_000)["tokens", "logprobs"].clone()
         order = torch.tensor([2, 0, 3, 1])
         turned = policy.score(select(batch, order), "logprobs", 10_000)["tokens"]
-        cut = policy.score(batch, "logprobs", 1)["tokens", "logprobs"]  # a pack for each
+        cut = policy.score(batch, "logprobs", 1)["tokens", "logprobs"]  # a micro-batch for each
     lengths = batch["rollouts", "length"].tolist()
     parts = whole.split(lengths)
     assert torch.allclose(torch.cat([parts[i] for i in order]), turned["logprobs"], atol=2e-5)
@@ -173,7 +173,7 @@ def count_features(policy):
     return runs
 
 
-def test_a_picture_is_seen_once_per_pack_and_its_gradient_is_the_sum(model, in_double):
+def test_a_picture_is_seen_once_per_micro_batch_and_its_gradient_is_the_sum(model, in_double):
     policy = Policy(str(model), vision=Vision(train_tower=True, train_projector=True)).double()
     one, other = asked(policy, [SMALL, TALL], number="a"), asked(policy, [SMALL], "Now?", "b")
     rollouts = [answered(one, [60 + i, 61], "a", index=i) for i in range(4)]
@@ -416,8 +416,8 @@ def test_a_memory_plan_counts_what_the_tower_keeps(model):
     rollouts = several(policy_of(model))
     kept = []
     for vision in (Vision(), Vision(train_projector=True), Vision(train_tower=True)):
-        pack = pack_rollouts(rollouts)
-        kept.append(kept_for_backward(Policy(str(model), vision=vision), pack))
+        micro_batch = pack_rollouts(rollouts)
+        kept.append(kept_for_backward(Policy(str(model), vision=vision), micro_batch))
     frozen, projector, tower = kept
     assert frozen < projector < tower
 

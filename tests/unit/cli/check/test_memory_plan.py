@@ -5,8 +5,8 @@ import torch
 
 from lightning_rl import NF4, Int8, LoRA
 from lightning_rl.cli.check.batches import largest_rollouts, widest
-from lightning_rl.cli.check.card import CardPlan
 from lightning_rl.cli.check.command import own_options
+from lightning_rl.cli.check.gpu_memory import CardPlan
 from lightning_rl.cli.check.memory import MemoryPlan, bytes_of_all_keys, training_memory
 from lightning_rl.cli.check.placement import Placement
 from lightning_rl.data.packing import pack_rollouts
@@ -31,19 +31,19 @@ WHOLE = OUTSIDE + 2 * LAYER
 
 
 @pytest.fixture(scope="module")
-def pack():
+def micro_batch():
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     return pack_rollouts(largest_rollouts(prompts, 2, 4, 20))
 
 
-def plan(policy: Policy, pack, others=(), **placement) -> MemoryPlan:
-    return training_memory(policy, others, torch.optim.AdamW, pack, Placement(**placement))
+def plan(policy: Policy, micro_batch, others=(), **placement) -> MemoryPlan:
+    return training_memory(policy, others, torch.optim.AdamW, micro_batch, Placement(**placement))
 
 
-def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_model, pack):
+def test_sharing_divides_what_is_trained_and_gathers_in_the_runs_precision(tiny_model, micro_batch):
     policy = Policy(str(tiny_model))
     for precision, width in (("32-true", 4), ("bf16-mixed", 2)):
-        parts = plan(policy, pack, [policy], precision=precision, shards=4).parts
+        parts = plan(policy, micro_batch, [policy], precision=precision, shards=4).parts
         assert parts["weights"] == parts["gradients"] == parts["other models"] == WHOLE
         assert parts["optimizer (AdamW)"] == 2 * WHOLE
         # The peak of so few tokens is at the head's logits: outside weights and the last message.
@@ -58,11 +58,11 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
     last token, which is not computed, is planned, too.
     """
     policy = Policy(str(tiny_model))
-    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 801))
+    micro_batch = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 801))
     keys = 2 * 32 * (201 + 801 + 1 - 802 // 2)
 
     def more(ranks: int) -> float:
-        return bytes_of_all_keys(policy, pack, ranks, 2)
+        return bytes_of_all_keys(policy, micro_batch, ranks, 2)
 
     assert more(1) == more(2) == 0  # of two ranks, each has a head
     assert more(4) == 2 * 2 * keys
@@ -72,7 +72,7 @@ def test_ranks_that_share_queries_keep_keys_of_all_tokens(tiny_model):
     assert more(4) == 2 * keys
 
 
-def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, pack):
+def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, micro_batch):
     """All but the norms of a tiny model with two heads of keys is halved, then sharded in two."""
     sizes = {"vocab_size": 16, "num_key_value_heads": 2}
     save_random_model(tmp_path, make_tokenizer(), **sizes)
@@ -80,7 +80,7 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
     norms, biases = 5 * 64, 2 * 3 * 64
     matrices = 16 * 64 + 2 * 7 * 64 * 64
     part = norms + (matrices + biases) // 2
-    parts = plan(policy, pack, [policy], shards=2, tensor=2).parts
+    parts = plan(policy, micro_batch, [policy], shards=2, tensor=2).parts
     assert parts["weights"] == parts["gradients"] == parts["other models"] == 4 * part // 2
     assert parts["optimizer (AdamW)"] == 8 * part // 2
     outside = 16 * 64 // 2 + 64
@@ -88,24 +88,27 @@ def test_ranks_that_share_matrices_have_a_part_of_them_and_all_norms(tmp_path, p
     assert parts["gathered"] == 4 * (outside + layer)
     assert parts["whole gradients"] == 4 * outside  # of the head and the last norm
     # These are alike on both: the states between layers, and half of the rest.
-    kept = f"activations of {forward_tokens(pack)} tokens"
-    whole = plan(policy, pack).parts[kept]
+    kept = f"activations of {forward_tokens(micro_batch)} tokens"
+    whole = plan(policy, micro_batch).parts[kept]
     assert whole / 2 < parts[kept] < whole
     known = training_memory(
-        policy, [], torch.optim.AdamW, pack, Placement(tensor=2),
+        policy, [], torch.optim.AdamW, micro_batch, Placement(tensor=2),
         {policy.lm.get_input_embeddings().weight},
     )  # fmt: skip
     assert known.parts["weights"] == 4 * (part - 16 * 64 // 2)
     assert policy.tensor is None  # as it was
 
 
-def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, pack):
+def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, micro_batch):
     """Each layer has eight experts of three 32 x 64 matrices; two heads of 32, one of keys."""
     policy = Policy(str(saved_mixture("qwen3_moe", tmp_path)))
     experts, outside = 8 * 3 * 32 * 64, 2 * 16 * 64 + 64
     attention = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 2 * 32
     layer = attention + 2 * 64 + 8 * 64  # two norms, and a router
-    alone, parts = plan(policy, pack, shards=4).parts, plan(policy, pack, shards=4, expert=2).parts
+    alone, parts = (
+        plan(policy, micro_batch, shards=4).parts,
+        plan(policy, micro_batch, shards=4, expert=2).parts,
+    )
     whole = outside + 2 * (layer + experts)
     # Whoever has which: of what is kept it is a quarter.
     assert parts["weights"] == parts["gradients"] == alone["weights"] == whole
@@ -116,11 +119,11 @@ def test_experts_that_ranks_have_together_are_gathered_in_part(tmp_path, pack):
     [kept] = [name for name in parts if name.startswith("activations")]
     assert alone[kept] < parts[kept] < 1.5 * alone[kept]
     with pytest.raises(ConfigError, match="expert=3 does not divide the 8 experts"):
-        plan(policy, pack, expert=3)
+        plan(policy, micro_batch, expert=3)
 
 
-def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):
-    offloaded = plan(Policy(str(tiny_model)), pack, shards=2, cpu_offload=True)
+def test_what_is_offloaded_is_in_host_memory(tiny_model, micro_batch):
+    offloaded = plan(Policy(str(tiny_model)), micro_batch, shards=2, cpu_offload=True)
     assert offloaded.host == {
         "weights": 2 * WHOLE, "other models": 0, "gradients": 2 * WHOLE,
         "optimizer (AdamW)": 4 * WHOLE,
@@ -129,28 +132,29 @@ def test_what_is_offloaded_is_in_host_memory(tiny_model, pack):
     assert any(line.startswith("weights, in host memory") for line in offloaded.lines())
 
 
-def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, pack):
+def test_autocast_keeps_weights_twice_and_half_the_activations(tiny_model, micro_batch):
     policy = Policy(str(tiny_model))
-    full, mixed = (plan(policy, pack, precision=p).parts for p in ("32-true", "bf16-mixed"))
+    full, mixed = (plan(policy, micro_batch, precision=p).parts for p in ("32-true", "bf16-mixed"))
     assert mixed["weights"] == full["weights"] == 4 * WHOLE
     # All matrices in the layers have a copy of 2 bytes; and the head has its gradient.
     assert mixed["copies of weights"] == 2 * 2 * MATRICES + 4 * 16 * 64
-    activations = f"activations of {forward_tokens(pack)} tokens"
+    activations = f"activations of {forward_tokens(micro_batch)} tokens"
     assert 0.3 * full[activations] < mixed[activations] < 0.9 * full[activations]
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_weights_in_bfloat16_and_their_masters(tiny_model, pack, masters):
+def test_weights_in_bfloat16_and_their_masters(tiny_model, micro_batch, masters):
     policy = Policy(str(tiny_model))
     full, half = (
-        plan(policy, pack, precision=p, masters=masters).parts for p in ("32-true", "bf16-true")
+        plan(policy, micro_batch, precision=p, masters=masters).parts
+        for p in ("32-true", "bf16-true")
     )
     assert half["weights"] == half["gradients"] == 2 * WHOLE
     assert half.get("master weights") == (4 * WHOLE if masters else None)
     assert full["optimizer (AdamW)"] == 8 * WHOLE  # of what it steps: copies, or the weights
     assert half["optimizer (AdamW)"] == (8 if masters else 4) * WHOLE
     assert half["copies of weights"] == 2 * 16 * 64  # the head's gradient
-    activations = f"activations of {forward_tokens(pack)} tokens"
+    activations = f"activations of {forward_tokens(micro_batch)} tokens"
     assert 0.3 * full[activations] < half[activations] < 0.9 * full[activations]
     assert policy.lm.dtype == torch.float32  # as it was
 
@@ -164,35 +168,37 @@ def test_weights_in_bfloat16_and_their_masters(tiny_model, pack, masters):
         (Int8(), MATRICES + 4 * (64 + 32 + 32 + 64 + 3 * 64)),
     ],
 )
-def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, pack, form, packed):
+def test_a_packed_base_takes_its_bytes_and_room_for_a_layer(tiny_model, micro_batch, form, packed):
     policy = Policy(str(tiny_model), lora=LoRA(rank=4, quantization=form))
     trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     for precision, width in (("32-true", 4), ("bf16-mixed", 4), ("bf16-true", 2)):
-        parts = plan(policy, pack, precision=precision).parts
+        parts = plan(policy, micro_batch, precision=precision).parts
         assert parts["weights"] == 2 * packed + width * (WHOLE - 2 * MATRICES + trained)
         assert parts["gradients"] == width * trained
     # An engine holds them all.
     assert sum(weights_in(policy.lm).values()) == WHOLE + trained
     # Autograd keeps autocast's copies of a plain one, but where no gradient comes through.
-    plain = plan(Policy(str(tiny_model), lora=LoRA(rank=4)), pack, precision="bf16-mixed").parts
-    mixed = plan(policy, pack, precision="bf16-mixed").parts
+    plain = plan(
+        Policy(str(tiny_model), lora=LoRA(rank=4)), micro_batch, precision="bf16-mixed"
+    ).parts
+    mixed = plan(policy, micro_batch, precision="bf16-mixed").parts
     assert plain["copies of weights"] - mixed.get("copies of weights", 0) > 2 * MATRICES
-    shared = plan(policy, pack, shards=2).parts
+    shared = plan(policy, micro_batch, shards=2).parts
     layer = packed + 4 * (LAYER - MATRICES + trained // 2)
     assert shared["gathered"] == 4 * OUTSIDE + layer
 
 
-def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, pack):
-    activations = f"activations of {forward_tokens(pack)} tokens"
-    kept = plan(Policy(str(tiny_model)), pack).parts[activations]
+def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, micro_batch):
+    activations = f"activations of {forward_tokens(micro_batch)} tokens"
+    kept = plan(Policy(str(tiny_model)), micro_batch).parts[activations]
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": True})
     # Two layers keep at least their inputs, and half of what both keep.
-    inputs = 2 * forward_tokens(pack) * 64 * 4
-    assert inputs + kept // 2 <= plan(policy, pack).parts[activations] < kept
+    inputs = 2 * forward_tokens(micro_batch) * 64 * 4
+    assert inputs + kept // 2 <= plan(policy, micro_batch).parts[activations] < kept
     assert all(layer.gradient_checkpointing for layer in policy.lm.model.layers)
 
 
-def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, pack, monkeypatch):
+def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, micro_batch, monkeypatch):
     """Logits and their exponentials, of so large a vocabulary most of all that is there."""
     from lightning_rl.models import heads
 
@@ -200,25 +206,27 @@ def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, pack, monkey
     policy = Policy(str(tmp_path))
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
     monkeypatch.setattr(heads, "CUDA_CHUNK_ELEMENTS", 1 << 22)
-    found = plan(policy, pack)
+    found = plan(policy, micro_batch)
     assert found.moment == "the head computes logits"
     assert found.parts["logits"] == 2 * 4 * (1 << 21)
     # A larger chunk takes all 2 x 4 x 20 tokens.
-    found = plan(policy, pack, device=torch.device("cuda"))
+    found = plan(policy, micro_batch, device=torch.device("cuda"))
     assert found.parts["logits"] == 2 * 4 * 160 * (1 << 14)
 
 
-def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(tmp_path, pack, monkeypatch):
+def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(
+    tmp_path, micro_batch, monkeypatch
+):
     """The chunk lies beside the head's gradient, which is not there in the forward pass."""
     from lightning_rl.models import heads
 
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
     policy = Policy(str(tmp_path))
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
-    found = training_memory(policy, [], torch.optim.AdamW, pack, bonus=True, passes=1)
+    found = training_memory(policy, [], torch.optim.AdamW, micro_batch, bonus=True, passes=1)
     assert found.moment == "the head's backward pass"
     assert found.parts["logits"] == 2 * 4 * (1 << 21)
-    assert training_memory(policy, [], torch.optim.AdamW, pack, passes=1).total < found.total
+    assert training_memory(policy, [], torch.optim.AdamW, micro_batch, passes=1).total < found.total
 
 
 def test_what_sampling_does_to_logits_takes_memory(tmp_path, monkeypatch):
@@ -231,15 +239,15 @@ def test_what_sampling_does_to_logits_takes_memory(tmp_path, monkeypatch):
     prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(2)]
     asked = widest([SamplingDistribution(temperature=0.7), SamplingDistribution(top_p=0.9)])
     assert asked == SamplingDistribution(temperature=0.7, top_p=0.9)
-    pack = pack_rollouts(largest_rollouts(prompts, 2, 4, 20, asked))
-    assert plan(policy, pack).parts["logits"] >= (4 + 4 + 8) * (1 << 21)
+    micro_batch = pack_rollouts(largest_rollouts(prompts, 2, 4, 20, asked))
+    assert plan(policy, micro_batch).parts["logits"] >= (4 + 4 + 8) * (1 << 21)
 
 
-def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, pack):
+def test_gradients_of_earlier_passes_are_there_in_full(tiny_model, micro_batch):
     """The first pass has the head's alone: an embedding, which it is tied to, and a norm."""
     policy = Policy(str(tiny_model))
-    first = training_memory(policy, [], torch.optim.AdamW, pack, passes=1)
-    later = training_memory(policy, [], torch.optim.AdamW, pack, passes=2)
+    first = training_memory(policy, [], torch.optim.AdamW, micro_batch, passes=1)
+    later = training_memory(policy, [], torch.optim.AdamW, micro_batch, passes=2)
     assert later.parts["gradients"] == later.stays["gradients"] == first.stays["gradients"]
     assert later.stays["gradients"] == 4 * WHOLE
     assert first.parts["gradients"] <= 4 * OUTSIDE
@@ -255,7 +263,7 @@ TRAINING = MemoryPlan({"weights": 6 * GIB, "optimizer (AdamW)": 12 * GIB, "activ
          "40.00 GiB training + 32.00 GiB engine: fits, 8.00 GiB to spare"),
         (CardPlan(80 * GIB, TRAINING, 32 * GIB, 32 * GIB, push_buffers=9 * GIB), GIB,
          "+ 9.00 GiB buffers of a push: DOES NOT FIT, 1.00 GiB too much; lower the engine's gpu"),
-        (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_pack, or set"),
+        (CardPlan(24 * GIB, TRAINING), 16 * GIB, "too much; lower max_tokens_per_micro_batch, or"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": 9 * GIB})), GIB, "too much; train with lora, or"),
         (CardPlan(8 * GIB, MemoryPlan({"weights": GIB, "other models, of rewards": 9 * GIB})),
          2 * GIB, "too much; serve the models of rewards (ServedTeacher, ServedReward), or"),

@@ -68,9 +68,9 @@ def test_shared_weights_are_gathered_layer_by_layer():
 def test_gradients_of_a_large_vocabulary_are_summed_last(tmp_path):
     """They are whole in float32 outside of layers, and in the message that they go in."""
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14, tie_word_embeddings=False)
-    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 2))
+    micro_batch = pack_rollouts(largest_rollouts([Prompt("0", "", [2])], 1, 1, 2))
     placement = Placement(precision="bf16-mixed", shards=2)
-    plan = training_memory(Policy(str(tmp_path)), [], torch.optim.SGD, pack, placement)
+    plan = training_memory(Policy(str(tmp_path)), [], torch.optim.SGD, micro_batch, placement)
     assert plan.moment == REDUCED
     outside = 4 * (2 * (1 << 14) * 64 + 64)
     assert plan.parts["whole gradients"] == plan.parts["gradients in a message"] == outside
@@ -118,11 +118,11 @@ def test_the_largest_moment_is_remembered():
 
 
 @pytest.fixture(scope="module")
-def pack():
+def micro_batch():
     return pack_rollouts(largest_rollouts([Prompt("0", "", [2, 3])], 1, 4, 20))
 
 
-def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch):
+def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, micro_batch, monkeypatch):
     """Unpacking a matrix of 64 x 64 in few bits takes no activation."""
 
     class Seen(Tracker):
@@ -134,7 +134,7 @@ def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch)
 
     monkeypatch.setattr(tracking, "Tracker", Seen)
     plain, packed = (
-        follow(Policy(str(tiny_model), lora=LoRA(rank=4, quantization=form)), pack)
+        follow(Policy(str(tiny_model), lora=LoRA(rank=4, quantization=form)), micro_batch)
         for form in (None, NF4())
     )
     assert packed.most[COPIES] >= 4 * 64 * 64
@@ -142,11 +142,11 @@ def test_unpacked_weights_do_not_grow_with_tokens(tiny_model, pack, monkeypatch)
     assert packed.most[STATES] <= 1.02 * plain.most[STATES]
 
 
-def test_a_policy_is_left_as_it_was(tiny_model, pack):
+def test_a_policy_is_left_as_it_was(tiny_model, micro_batch):
     policy = Policy(str(tiny_model), loading={"gradient_checkpointing": True})
     weight = next(policy.parameters())
     weight.grad = torch.ones_like(weight)
-    follow(policy, pack)
+    follow(policy, micro_batch)
     assert torch.equal(weight.grad, torch.ones_like(weight))
     assert all(p.grad is None for p in policy.parameters() if p is not weight)
     assert not any(layer._forward_hooks for layer in policy.lm.model.layers)

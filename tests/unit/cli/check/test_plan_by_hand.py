@@ -29,18 +29,20 @@ from tests.support.two_roles import roles_data, roles_module
 def test_batch_algebra_by_hand():
     plan = BatchPlan(
         prompts=100, groups=12, group_size=8, ranks=2, tokens=960, minibatches=3, ppo_epochs=2,
-        packs=2, pack_tokens=200, iterations_per_epoch=10, epochs=4,
+        micro_batches=2, micro_batch_tokens=200, iterations_per_epoch=10, epochs=4,
     )  # fmt: skip
     assert (plan.rollouts, plan.steps, plan.total_steps) == (96, 6, 240)
     lines = list(plan.lines())
     # 12 groups in 3 minibatches are 4 each, and one rank may have them all.
-    assert lines[1].startswith("on each of 2 ranks 3 minibatches of 4 groups or fewer, in 2 packs")
+    assert lines[1].startswith(
+        "on each of 2 ranks 3 minibatches of 4 groups or fewer, in 2 micro-batches"
+    )
     assert "60 per epoch of 10 iterations" in lines[2]
     # 12 prompts x 40 iterations = 480 of 100.
     assert "480 prompts are drawn from 100 (4.8 times each)" in lines[3]
 
 
-def test_packs_are_those_of_the_update():
+def test_micro_batches_are_those_of_the_update():
     prompts = [Prompt(str(n), "", [3] * n) for n in (2, 5, 3)]
     rollouts = largest_rollouts(prompts, groups=2, group_size=3, max_tokens=4)
     assert [len(r.prompt.token_ids) for r in rollouts] == [5, 5, 5, 3, 3, 3]  # the longest two
@@ -48,8 +50,8 @@ def test_packs_are_those_of_the_update():
     [[whole]] = cut(batch, 1, 1000)
     assert forward_tokens(whole) == 5 + 3 * 4 + 3 + 3 * 4
     # 17 tokens do for the first group; the second's three need 3 + 12 = 15.
-    assert [forward_tokens(pack) for pack in cut(batch, 1, 17)[0]] == [17, 15]
-    assert [len(packs) for packs in cut(batch, 2, 1000)] == [1, 1]
+    assert [forward_tokens(micro_batch) for micro_batch in cut(batch, 1, 17)[0]] == [17, 15]
+    assert [len(micro_batches) for micro_batches in cut(batch, 2, 1000)] == [1, 1]
 
 
 def test_memory_by_hand(tiny_model):
@@ -74,8 +76,8 @@ def test_activations_grow_with_the_tokens(tiny_model):
 
     def kept(groups: int) -> float:
         prompts = [Prompt(str(n), "", [3 + n, 2]) for n in range(groups)]
-        pack = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
-        return kept_for_backward(policy, pack) / forward_tokens(pack)
+        micro_batch = pack_rollouts(largest_rollouts(prompts, groups, 4, 20))
+        return kept_for_backward(policy, micro_batch) / forward_tokens(micro_batch)
 
     # One group stands for eight: that is how the estimate is made.
     assert kept(8) == pytest.approx(kept(1), rel=0.05)
@@ -85,8 +87,8 @@ def test_activations_grow_with_the_tokens(tiny_model):
 
 def test_a_measured_policy_is_freed(tiny_model):
     policy = Policy(str(tiny_model))
-    pack = pack_rollouts(largest_rollouts([Prompt("0", "", [3, 2])], 1, 2, 6))
-    kept_for_backward(policy, pack)
+    micro_batch = pack_rollouts(largest_rollouts([Prompt("0", "", [3, 2])], 1, 2, 6))
+    kept_for_backward(policy, micro_batch)
     weight = weakref.ref(next(policy.parameters()))
     del policy
     gc.collect()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from benchmarks.recompute import NARROW, SETTINGS, measure, pack_of
+from benchmarks.recompute import NARROW, SETTINGS, measure, micro_batch_of
 from lightning_rl import LoRA, Recompute
 from lightning_rl.cli.check.advice import Advice
 from lightning_rl.cli.check.memory import training_memory
@@ -24,8 +24,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pack():
-    return pack_of(200)
+def micro_batch():
+    return micro_batch_of(200)
 
 
 FIRST, *BETWEEN, LAST = SETTINGS
@@ -33,17 +33,17 @@ FIRST, *BETWEEN, LAST = SETTINGS
 
 @follows_memory
 @pytest.mark.parametrize("setting", [FIRST, LAST, *map(slow, BETWEEN)])
-def test_what_is_kept_is_planned(model, pack, setting):
-    found = measure(model, SETTINGS[setting], pack)
+def test_what_is_kept_is_planned(model, micro_batch, setting):
+    found = measure(model, SETTINGS[setting], micro_batch)
     # 2 %, and one for what a kernel takes for itself on another CPU.
     assert found["planned"] == pytest.approx(found["measured"], rel=0.03)
 
 
-def test_inputs_in_host_memory_are_planned_there(model, pack):
+def test_inputs_in_host_memory_are_planned_there(model, micro_batch):
     device, host = (
         training_memory(
-            Policy(model, loading={"gradient_checkpointing": kind}), [], torch.optim.AdamW, pack,
-            Placement(sequence=2),
+            Policy(model, loading={"gradient_checkpointing": kind}), [], torch.optim.AdamW,
+            micro_batch, Placement(sequence=2),
         )
         for kind in (True, Recompute(inputs="host"))
     )  # fmt: skip
@@ -54,23 +54,25 @@ def test_inputs_in_host_memory_are_planned_there(model, pack):
     assert device.total - host.total == 4 * one
 
 
-def test_the_next_to_switch_on_is_advised(model, pack):
+def test_the_next_to_switch_on_is_advised(model, micro_batch):
     """First what costs little, then what takes more devices; nothing twice."""
 
     def advice(recompute, optimizer=torch.optim.AdamW, **options) -> Advice:
         policy = Policy(
             model, loading={"gradient_checkpointing": recompute}, lora=options.pop("lora", None)
         )
-        return training_memory(policy, [], optimizer, pack, Placement(**options)).advice
+        return training_memory(policy, [], optimizer, micro_batch, Placement(**options)).advice
 
     def begins(recompute) -> str:
         return advice(recompute).activations.partition(",")[0].partition(";")[0]
 
-    assert advice(False).activations.startswith("lower max_tokens_per_pack, or set gradient_ch")
+    assert advice(False).activations.startswith(
+        "lower max_tokens_per_micro_batch, or set gradient_ch"
+    )
     # One layer's turn takes more than six inputs of a model that is so shallow.
     assert begins(True) == "set gradient_checkpointing.mlp_tokens: 4096"
     assert begins(Recompute(mlp_tokens=20)) == "set gradient_checkpointing: {inputs: host}"
-    assert begins(Recompute(mlp_tokens=20, inputs="host")) == "lower max_tokens_per_pack"
+    assert begins(Recompute(mlp_tokens=20, inputs="host")) == "lower max_tokens_per_micro_batch"
     assert advice(True).state.startswith("train with lora, or set optimizer: bitsandbytes.optim.Ad")
     assert advice(True, torch.optim.SGD, lora=LoRA(rank=2)).state.startswith("share the weights")
     assert advice(True, shards=2).state == (

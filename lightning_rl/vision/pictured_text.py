@@ -1,4 +1,4 @@
-"""SeenText: the places of pictures in a text, and the positions of its tokens."""
+"""PicturedText: the places of pictures in a text, and the positions of its tokens."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from lightning_rl.rollout import Placed
 from lightning_rl.vision.families import Prepared
 
 
-class SeenText:
+class PicturedText:
     """The visible tokens and the position of each token of a text with pictures.
 
     Trainer and engine both use it, so they give a token the same position.

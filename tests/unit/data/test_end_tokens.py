@@ -6,7 +6,7 @@ import shutil
 import pytest
 from transformers import Qwen2Config
 
-from lightning_rl.data.ends import Ends, ends_of
+from lightning_rl.data.end_tokens import EndTokens, end_tokens_of
 from lightning_rl.data.supervised import supervised_rollout
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.generation_config import stated_ends
@@ -40,7 +40,9 @@ def test_the_models_files_name_one_end_or_several(tiny_model, tmp_path):
     ):
         edit(model / "config.json", eos_token_id=in_config)
         edit(model / "generation_config.json", eos_token_id=in_generation)
-        assert ends_of(load_tokenizer(str(model))) == Ends(tuple(together), text=1, turn=1)
+        assert end_tokens_of(load_tokenizer(str(model))) == EndTokens(
+            tuple(together), text=1, turn=1
+        )
     (model / "generation_config.json").unlink()
     assert stated_ends(str(model), Qwen2Config(eos_token_id=[2, 5])) == {2, 5}
     (model / "generation_config.json").write_text("[1")
@@ -53,7 +55,7 @@ def test_a_template_may_close_turns_by_another_token_than_the_tokenizers():
     names = ("<|im_start|>", "<|im_end|>")
     tokenizer = byte_tokenizer(*names, eos="<|endoftext|>", template=CHATML)
     tokenizer.add_special_tokens({"additional_special_tokens": list(names)})
-    assert ends_of(tokenizer) == Ends((0, 2), text=0, turn=2)
+    assert end_tokens_of(tokenizer) == EndTokens((0, 2), text=0, turn=2)
     # Given completions end as the template and the prompt would have it.
     letter = tokenizer("a")["input_ids"]
     for prompt, end in ((CHAT, 2), ("Hi", 0)):
@@ -61,10 +63,10 @@ def test_a_template_may_close_turns_by_another_token_than_the_tokenizers():
         assert supervised_rollout(row, "completion", tokenizer).token_ids == [*letter, end]
     # White space, which a model writes before its end, closes nothing; nor does a plain word.
     tokenizer.chat_template = CHATML.replace("<|im_end|>", "\n<|im_end|>")
-    assert ends_of(tokenizer).turn == 2
+    assert end_tokens_of(tokenizer).turn == 2
     for template in (CHATML.replace("<|im_end|>", " Bye."), GLM, "{{ raise_exception('no') }}"):
         tokenizer.chat_template = template
-        assert ends_of(tokenizer) == Ends((0,), text=0, turn=0)
+        assert end_tokens_of(tokenizer) == EndTokens((0,), text=0, turn=0)
 
 
 def test_an_engines_folder_names_all_ends_and_no_settings_of_sampling(tmp_path):
@@ -78,11 +80,11 @@ def test_an_engines_folder_names_all_ends_and_no_settings_of_sampling(tmp_path):
     del said["transformers_version"]
     assert said == {"eos_token_id": [0, 2, 7]}
     assert Policy(str(tmp_path / "model")).ends == (0, 2, 7)
-    assert ends_of(load_tokenizer(str(tmp_path / "engine"))).token_ids == (0, 2, 7)
+    assert end_tokens_of(load_tokenizer(str(tmp_path / "engine"))).token_ids == (0, 2, 7)
 
 
 def test_what_was_written_is_cut_at_its_end():
-    ends = Ends((1, 5), text=1, turn=5)
+    ends = EndTokens((1, 5), text=1, turn=5)
     assert [ends.ended(wrote) for wrote in ([], [5, 3], [3, 5], [1])] == [False, False, True, True]
     assert [ends.cut(wrote) for wrote in ([], [5, 3], [3, 1, 5])] == [[], [5, 3], [3, 1]]
 
@@ -91,4 +93,4 @@ def test_a_tokenizer_that_ends_nothing_is_refused():
     tokenizer = byte_tokenizer("<|im_start|>", eos="<|endoftext|>", template=GLM)
     tokenizer.eos_token = None
     with pytest.raises(ConfigError, match="has no eos_token, so no completion could end"):
-        ends_of(tokenizer)
+        end_tokens_of(tokenizer)

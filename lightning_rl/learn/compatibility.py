@@ -7,7 +7,6 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.algos.advantages import Advantage
 from lightning_rl.algos.objective import Objective
-from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.checks import (
     check_collecting,
     check_demonstrations,
@@ -20,6 +19,7 @@ from lightning_rl.collect.checks import (
 from lightning_rl.collect.collector import Collector
 from lightning_rl.collect.demonstrations import DemonstrationRows
 from lightning_rl.collect.mixture import naming
+from lightning_rl.collect.prefetch import PrefetchingCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer, warn_if_uncorrected
 from lightning_rl.collect.selection import GroupSelection
 from lightning_rl.collect.streamed import StreamedCollector
@@ -77,7 +77,7 @@ def check_run(
                 sharded=policy.device_mesh is not None,
                 sleeps=engine.sleep_level is not None,
                 shared=engine.serves_all_ranks and world_size() > 1,
-                measures=policy.packs is not None,
+                measures=policy.auto_micro_batches is not None,
             )
         if demonstrations is not None:
             check_demonstrations(policy.advantage, policy.objective)
@@ -101,11 +101,11 @@ def check_learning(
             check_growing(advantage, task.plan)
     check_teachers(advantage, objective.loss, [task.rewards for task in tasks])
     check_groups(groups_per_iteration, settings.minibatches)
-    trusts_engine = settings.trust_engine_logprobs
-    if isinstance(collector, WorkingAhead) and collector.max_staleness:
-        warn_if_uncorrected("asynchronous", objective, trusts_engine)
+    uses_rollout_logprobs = settings.use_rollout_logprobs
+    if isinstance(collector, PrefetchingCollector) and collector.max_staleness:
+        warn_if_uncorrected("asynchronous", objective, uses_rollout_logprobs)
     if buffer is not None:
-        buffer.check(objective, trusts_engine)
+        buffer.check(objective, uses_rollout_logprobs)
 
 
 def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -118,23 +118,23 @@ def check_sight(engine: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
         engine.require_sight()
 
 
-def follow_trainer(engine: Engine, module: RolloutModule, computes_in: str) -> None:
+def configure_engine(engine: Engine, module: RolloutModule, computes_in: str) -> None:
     """Tell an engine, before it starts, which roles it serves and how the trainer computes.
 
     Raises:
         ConfigError: if the engine does not support its settings.
     """
     engine.serve(module.roles)
-    engine.follow_dtype(computes_in)
+    engine.configure_dtype(computes_in)
     for name, policy in module.policies.items():
         of_policy = engine.of_policy(name)
         replay = policy.routing_replay
-        of_policy.follow_routing(replay is not None and replay.from_engine)
-        of_policy.follow_head(policy.loading.cast_lm_head_to_fp32 or computes_in == "float32")
-        follow_lora(of_policy, policy)
+        of_policy.configure_routing(replay is not None and replay.from_engine)
+        of_policy.configure_head(policy.loading.cast_lm_head_to_fp32 or computes_in == "float32")
+        configure_lora(of_policy, policy)
 
 
-def follow_lora(engine: Engine, module: LearningModule) -> None:
+def configure_lora(engine: Engine, module: LearningModule) -> None:
     """Tell an engine, before it starts, of the LoRA that a module trains, if it trains one.
 
     Raises:
@@ -142,7 +142,7 @@ def follow_lora(engine: Engine, module: LearningModule) -> None:
     """
     lora = module.lora
     if lora is None:
-        engine.follow_lora(None, lambda: None)
+        engine.configure_lora(None, lambda: None)
     else:
         obstacle = partial(merged_only, lora, module.model, module.loading, module.vision)
-        engine.follow_lora(largest_rank(lora), obstacle)
+        engine.configure_lora(largest_rank(lora), obstacle)

@@ -16,7 +16,7 @@ from lightning_rl.run.loop.background import cancel_here, innermost
 from lightning_rl.sync.schedule import CollectorStatus
 
 
-class WorkingAhead(Collector):
+class PrefetchingCollector(Collector):
     """Groups are generated and graded one by one; batches are made of those that are done.
 
     No token that is trained on in iteration ``n`` is older than version ``n - max_staleness``. Each
@@ -293,7 +293,7 @@ def _oldest_version(group: Group, default: int) -> int:
 
 
 @configurable
-class AsyncCollector(WorkingAhead):
+class AsyncCollector(PrefetchingCollector):
     """Keeps the engine busy while the trainer trains (AReaL, Fu et al. 2025, section 5.1).
 
     Rollouts in flight when weights are synced go on with the new ones, and say for each token which

@@ -47,8 +47,8 @@ class CardPlan:
 
     def lines(self) -> Iterator[str]:
         """Yield lines of text for the user."""
-        told = f"GPU of {in_units(self.card)}: {self.verdict}"
-        yield told if self.missing <= 0 else f"{told}; {self.advice}"
+        verdict = f"GPU of {in_units(self.card)}: {self.verdict}"
+        yield verdict if self.missing <= 0 else f"{verdict}; {self.advice}"
 
     @property
     def advice(self) -> str:

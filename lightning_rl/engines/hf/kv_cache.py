@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from lightning_rl.engines.kept_texts import KeptText
+from lightning_rl.engines.prefix_cache import CachedPrefix
 from lightning_rl.errors import ConfigError
 
 LEAST_ROOM = 32
@@ -171,7 +171,7 @@ def _with_room(part: Tensor, columns: int) -> Tensor:
 
 
 def begun_cache(
-    kept: Sequence[KeptText | None], starts: Tensor, columns: int, config: PretrainedConfig
+    kept: Sequence[CachedPrefix | None], starts: Tensor, columns: int, config: PretrainedConfig
 ) -> Cache:
     """Return a cache of ``columns`` columns for N rows that begin in ``starts`` (N,), from kept
     texts.

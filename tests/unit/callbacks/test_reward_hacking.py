@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lightning_rl.agents.base import SingleTurn
-from lightning_rl.callbacks.gaming import Gaming, component_weights
+from lightning_rl.callbacks.reward_hacking import RewardHacking, component_weights
 from lightning_rl.callbacks.samples import FirstAndLast, Sample
 from lightning_rl.collect.tasks import Task
 from lightning_rl.data.sources import IterablePrompts
@@ -22,7 +22,7 @@ def play(make_rollout):
     """Play iterations of 16 groups of one rollout, of which so many are right, and in form."""
 
     def play(iterations, weights, window=1):
-        gaming = Gaming(FirstAndLast(window, GROUPS), 4.0, 3.0)
+        gaming = RewardHacking(FirstAndLast(window, GROUPS), 4.0, 3.0)
         for right, form in iterations:
             rollouts = []
             for group in range(GROUPS):
@@ -103,7 +103,7 @@ def test_it_goes_on_where_its_state_was_taken(play):
     weights = {RIGHT: 1.0, FORM: 1.0}
     before = play([(12, 0), (1, 16)], weights)
     before.accuracy_fell(Sample.of_share(0.5, 96))
-    after = Gaming(before.rewards, 4.0, 3.0)
+    after = RewardHacking(before.rewards, 4.0, 3.0)
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.state_dict() == before.state_dict()
     assert after.part_fell(weights) == before.part_fell(weights) is not None

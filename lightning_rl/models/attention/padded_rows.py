@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightning_rl.models.attention.open import OpenScores
+from lightning_rl.models.attention.explicit_scores import OpenScores
 
 ROWS = "lightning_rl_rows"
 

@@ -1,4 +1,5 @@
-"""Test packs that several processes compute together: the same numbers and gradients as one by one.
+"""Test micro-batches that several processes compute together: the same numbers and gradients as one
+by one.
 
 Slow: every layout computes in two or four processes that exchange each layer.
 """
@@ -50,11 +51,11 @@ MODELS = {
     "mixtral": mixture("mixtral", 2),
 }
 OF_EXPERTS = [*(f"expert_{feature}" for feature in OF_MIXTURES), "mixed_plain"]
-PACKS = {
+MICRO_BATCHES = {
     ("dense", 2): [f"{name}_{feature}" for name in ("sequence", "tensor") for feature in FEATURES],
     ("four_heads", 4): [
         "sequence_plain", "sequence_one_silent",
-        "tensor_plain", "tensor_one_silent",  # two pairs, with packs of their own
+        "tensor_plain", "tensor_one_silent",  # two pairs, with micro-batches of their own
         "both_plain", "both_separate",
     ],
     ("one_head", 2): ["sequence_plain"],
@@ -70,7 +71,7 @@ PACKS = {
         "pairs_plain", "pairs_idle", "pairs_again", "mixed_plain", "mixed_again",
     ],
 }  # fmt: skip
-"""Layouts with a feature, by the model and how many processes share its packs."""
+"""Layouts with a feature, by the model and how many processes share its micro-batches."""
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +97,9 @@ def families(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "scenario"),
-    [(*model, scenario) for model, scenarios in PACKS.items() for scenario in scenarios],
+    [(*model, scenario) for model, scenarios in MICRO_BATCHES.items() for scenario in scenarios],
 )
-def test_shared_packs_give_the_same_scores_and_gradients(measured, kind, ranks, scenario):
+def test_shared_micro_batches_give_the_same_scores_and_gradients(measured, kind, ranks, scenario):
     for result in measured(kind, ranks, scenario):
         close = TOLERANCE if scenario.endswith("float32") else 1e-12
         assert result["scores"] < close * max(1.0, result["score"])
@@ -119,7 +120,7 @@ def test_shared_packs_give_the_same_scores_and_gradients(measured, kind, ranks, 
         ("qwen3_vl", "recomputed", (True, False, True, True)),
     ],
 )
-def test_shared_packs_that_see(together, families, family, way, sees):
+def test_shared_micro_batches_that_see(together, families, family, way, sees):
     for result in together(len(sees), see_together, families[family], way, sees):
         assert result["numbers"] >= 12
         assert result["gradient"] > 0.1

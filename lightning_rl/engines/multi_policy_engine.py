@@ -1,4 +1,4 @@
-"""PolicyEngines: one engine made of a separate engine for each policy."""
+"""MultiPolicyEngine: one engine made of a separate engine for each policy."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from lightning_rl.rollout import Placed
 
 
 @configurable
-class PolicyEngines(Engine):
+class MultiPolicyEngine(Engine):
     """Uses a separate engine for each policy: full models, or adapters merged into their base.
 
     ``version`` is the run's: the number of iterations whose resulting policies it holds.
@@ -32,11 +32,13 @@ class PolicyEngines(Engine):
 
     def __init__(self, engines: dict[str, Engine]) -> None:
         if not engines:
-            raise ConfigError("PolicyEngines(engines={}) has no engine; give one for each policy")
+            raise ConfigError(
+                "MultiPolicyEngine(engines={}) has no engine; give one for each policy"
+            )
         kinds = {engine.serves_all_ranks for engine in engines.values()}
         if len(kinds) > 1:
             raise ConfigError(
-                "PolicyEngines.engines mixes engines that run in each training process with "
+                "MultiPolicyEngine.engines mixes engines that run in each training process with "
                 "engines that serve all of them; use one kind"
             )
         self.engines = engines
@@ -63,12 +65,12 @@ class PolicyEngines(Engine):
     # ---------------------------------------------------------------- whose is what
 
     def serve(self, roles: Mapping[str, str]) -> None:
-        names, own = set(roles.values()), set(self.engines)
-        if names != own:
+        names, names_of_engines = set(roles.values()), set(self.engines)
+        if names != names_of_engines:
             raise ConfigError(
-                f"PolicyEngines.engines are for {', '.join(sorted(own))}, but the trained policies "
-                f"are {', '.join(sorted(names)) or 'a single one'}; name an engine for each policy "
-                "of model.policies"
+                f"MultiPolicyEngine.engines are for {', '.join(sorted(names_of_engines))}, but the "
+                f"trained policies are {', '.join(sorted(names)) or 'a single one'}; name an "
+                "engine for each policy of model.policies"
             )
         self._roles = roles
 
@@ -78,7 +80,7 @@ class PolicyEngines(Engine):
     def of_policy(self, name: str) -> Engine:
         if name not in self.engines:
             raise ConfigError(
-                f"PolicyEngines.engines has no engine for policy {name!r}, only for "
+                f"MultiPolicyEngine.engines has no engine for policy {name!r}, only for "
                 f"{', '.join(self.engines)}; add one"
             )
         return self.engines[name]
@@ -98,7 +100,7 @@ class PolicyEngines(Engine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         raise WeightSyncError(
-            "PolicyEngines takes the weights of one policy at a time; use of_policy(name)"
+            "MultiPolicyEngine takes the weights of one policy at a time; use of_policy(name)"
         )
 
     # ---------------------------------------------------------------- all together
@@ -106,22 +108,22 @@ class PolicyEngines(Engine):
     def caught_up(self, iteration: int) -> None:
         self._iteration = iteration
 
-    def follow_dtype(self, dtype: str) -> None:
+    def configure_dtype(self, dtype: str) -> None:
         for engine in self.engines.values():
-            engine.follow_dtype(dtype)
+            engine.configure_dtype(dtype)
         self.dtype = self._any.dtype
 
-    def follow_head(self, fp32: bool) -> None:
+    def configure_head(self, fp32: bool) -> None:
         for engine in self.engines.values():
-            engine.follow_head(fp32)
+            engine.configure_head(fp32)
 
-    def follow_routing(self, wanted: bool) -> None:
+    def configure_routing(self, wanted: bool) -> None:
         for engine in self.engines.values():
-            engine.follow_routing(wanted)
+            engine.configure_routing(wanted)
 
-    def follow_length(self, longest: Callable[[], int | None]) -> None:
+    def configure_length(self, longest: Callable[[], int | None]) -> None:
         for engine in self.engines.values():
-            engine.follow_length(longest)
+            engine.configure_length(longest)
 
     @property
     def precision(self) -> str:
@@ -138,9 +140,9 @@ class PolicyEngines(Engine):
         """Start all; a policy with a different model has it in a subfolder with its name."""
         try:
             for name, engine in self.engines.items():
-                own = model_dir / name
+                policy_dir = model_dir / name
                 engine.trust_remote_code = self.trust_remote_code
-                engine.start(own if own.is_dir() else model_dir)
+                engine.start(policy_dir if policy_dir.is_dir() else model_dir)
         except BaseException:
             self.close()
             raise

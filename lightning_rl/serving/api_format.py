@@ -12,7 +12,7 @@ from lightning_rl.serving.fields import Fields, wrong_value
 from lightning_rl.serving.limits import RequestLimits
 
 
-class Door(ABC):
+class ApiFormat(ABC):
     """One kind of request: reads it, and writes its answers."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Door(ABC):
         """Return the error as a client sees it."""
 
 
-class OpenAIDoor(Door):
+class OpenAIFormat(ApiFormat):
     """Writes errors, events and usage in the format of OpenAI's API."""
 
     prefix: str
@@ -90,8 +90,8 @@ class OpenAIDoor(Door):
         }
 
 
-def read_wanted(fields: Fields) -> dict[str, bool]:
-    """Read the wanted form of an answer; each door reads its own field for logprobs."""
+def read_wanted(fields: Fields) -> dict[str, Any]:
+    """Read the wanted form of an answer; each format reads its own field for logprobs."""
     stream = fields.get("stream", bool) or False
     options = Fields(fields.get("stream_options", dict) or {}, "stream_options.")
     return {

@@ -51,13 +51,13 @@ class RecordedGroups:
         """Return the rollouts of the next ``count`` groups; each draw of a group has its own id."""
         rollouts, size = [], len(self._groups)
         for _ in range(count):
-            lap, place = divmod(self._drawn, size)
+            lap, position = divmod(self._drawn, size)
             if lap != self._lap:
                 self._lap = lap
                 self._order = list(range(size))
                 if self._shuffle:
                     self._order = permutation(size, self._seed, lap).tolist()
-            group = self._groups[self._order[place]]
+            group = self._groups[self._order[position]]
             # Ids may repeat in a file of several runs, and a group in a batch that spans two laps.
             rollouts += [replace(r, group_id=f"{self._drawn}/{r.group_id}") for r in group]
             self._drawn += 1
@@ -94,7 +94,7 @@ class OfflineDataModule(LightningDataModule):
     """Batches of groups from a rollout file, for a ``PolicyModule``; no engine, no ``WeightSync``.
 
     The rollouts are off-policy, increasingly so during training: they keep the logprobs of the
-    engine that wrote them. With ``update.trust_engine_logprobs: true``, ``PPOClip`` limits how far
+    engine that wrote them. With ``update.use_rollout_logprobs: true``, ``PPOClip`` limits how far
     the policy moves away from it; otherwise use a correction such as ``TokenTIS``. Rollouts that a
     teacher has read while they were recorded keep its logprobs, so ``TeacherDivergence`` learns
     from them as it does from new ones.
@@ -148,8 +148,8 @@ class OfflineDataModule(LightningDataModule):
         share_cores(self.trainer)
         enter_directory(self.trainer)
         check_groups(self.groups_per_iteration, module.update.minibatches)
-        trusts_engine = module.update.trust_engine_logprobs
-        warn_if_uncorrected("recorded", module.objective, trusts_engine)
+        uses_rollout_logprobs = module.update.use_rollout_logprobs
+        warn_if_uncorrected("recorded", module.objective, uses_rollout_logprobs)
         if self._groups is None:
             groups = self._read(module)
             if len(groups) < self.groups_per_iteration:

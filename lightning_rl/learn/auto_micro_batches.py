@@ -1,4 +1,4 @@
-"""AutoPacks: measures once how many tokens a pack may have to fit into a GPU's memory."""
+"""AutoMicroBatches: measures once how many tokens of a micro-batch fit into a GPU's memory."""
 
 import logging
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch.optim import Optimizer
 
 from lightning_rl.data.batch import empty_like, select, with_host
-from lightning_rl.data.splitting import SHARED, Filling, split_packs
+from lightning_rl.data.splitting import SHARED, Filling, split_micro_batches
 from lightning_rl.learn.optimizer_state import state_bytes
 from lightning_rl.models.memory import forward_tokens, is_out_of_memory
 from lightning_rl.models.parallel.tensor import local
@@ -19,18 +19,18 @@ from lightning_rl.run.processes.dist import all_max, rank
 _log = logging.getLogger(__name__)
 
 DEFAULT = 16_384
-"""Tokens per pack where nothing is measured."""
+"""Tokens per micro-batch where nothing is measured."""
 SAMPLE = 2_048
 """Approximate number of tokens of the smaller measured pass; the larger has twice as many rollouts.
 """
 SHARE = 0.85
 """Share of the free memory that a pass may take; fragmentation makes some of it unusable."""
 STEP, MOST = 1_024, 65_536
-"""Budgets are multiples of ``STEP`` up to ``MOST``; larger packs are hardly faster."""
+"""Budgets are multiples of ``STEP`` up to ``MOST``; larger micro-batches are hardly faster."""
 
 
-class AutoPacks:
-    """The value of ``max_tokens_per_pack: auto``, part of a run's state once it is measured.
+class AutoMicroBatches:
+    """The value of ``max_tokens_per_micro_batch: auto``, part of a run's state once it is measured.
 
     A pass needs a fixed amount of memory, e.g. for gradients and a chunk of logits, plus an amount
     per token. Two passes over rollouts of the batch determine both. The free memory, minus the
@@ -72,7 +72,7 @@ class AutoPacks:
 
         Args:
             batch: packed rollouts; a rank may have none.
-            compute: runs forward and backward on a pack, and leaves no gradient.
+            compute: runs forward and backward on a micro-batch, and leaves no gradient.
             optimizer: the run's optimizer.
             device: the device that computes.
             filling: how the policy's tokens are counted.
@@ -87,8 +87,8 @@ class AutoPacks:
             tokens = -int(all_max(torch.tensor(-fits)))
             if rank() == 0:
                 _log.info(
-                    "model.update.max_tokens_per_pack: auto is %d from now on: %.1f GiB of GPU "
-                    "memory are free, of which the optimizer takes %.1f GiB",
+                    "model.update.max_tokens_per_micro_batch: auto is %d from now on: %.1f GiB of "
+                    "GPU memory are free, of which the optimizer takes %.1f GiB",
                     tokens,
                     free / 2**30,
                     owed / 2**30,
@@ -107,12 +107,12 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(
-    compute: Callable[[TensorDict], None], pack: TensorDict, device: torch.device
+    compute: Callable[[TensorDict], None], micro_batch: TensorDict, device: torch.device
 ) -> int:
-    """Return the peak memory in bytes of passes over a pack, beyond what was already allocated."""
+    """Return the peak memory in bytes of passes over a micro-batch, beyond what was allocated."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    compute(pack)
+    compute(micro_batch)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -157,9 +157,9 @@ def _fitting(
 
 
 def _samples(batch: TensorDict, filling: Filling) -> tuple[TensorDict, TensorDict]:
-    """Return two packs of a batch's longest rollouts, repeated; the second has twice as many."""
+    """Return two micro-batches of the longest rollouts, repeated; the second has twice as many."""
     if not len(batch["rollouts"]):
         return empty_like(batch), empty_like(batch)
-    rows = split_packs(batch, SAMPLE, False, filling)[0]
+    rows = split_micro_batches(batch, SAMPLE, False, filling)[0]
     times = ceil(SAMPLE / forward_tokens(select(batch, rows), filling))
     return select(batch, rows.repeat(times)), select(batch, rows.repeat(2 * times))

@@ -1,4 +1,4 @@
-"""Ends: the tokens that end a turn, used by engines, masks, agents, data and exports alike."""
+"""EndTokens: the tokens that end a turn, used by engines, masks, agents, data and exports alike."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ QUESTION: Message = {"role": "user", "content": "Question?"}
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class EndTokens:
     """The tokens that end a turn.
 
     Args:
@@ -39,7 +39,7 @@ class Ends:
         return list(wrote[:-1] if self.ended(wrote) else wrote)
 
 
-def find_ends(tokenizer: PreTrainedTokenizerBase, of_model: Iterable[int] = ()) -> Ends:
+def find_end_tokens(tokenizer: PreTrainedTokenizerBase, of_model: Iterable[int] = ()) -> EndTokens:
     """Return the ends of a tokenizer and of its model.
 
     Raises:
@@ -53,17 +53,17 @@ def find_ends(tokenizer: PreTrainedTokenizerBase, of_model: Iterable[int] = ()) 
             "could end; set one and save it again"
         )
     text = found[0] if text is None else text
-    return Ends(tuple(found), text, text if turn is None else turn)
+    return EndTokens(tuple(found), text, text if turn is None else turn)
 
 
-def ends_of(tokenizer: PreTrainedTokenizerBase) -> Ends:
+def end_tokens_of(tokenizer: PreTrainedTokenizerBase) -> EndTokens:
     """Return the ends that ``load_tokenizer`` found, or else those that the tokenizer knows.
 
     Raises:
         ConfigError: if there are none.
     """
-    known: Ends | None = getattr(tokenizer, "ends", None)
-    return find_ends(tokenizer) if known is None else known
+    known: EndTokens | None = getattr(tokenizer, "ends", None)
+    return find_end_tokens(tokenizer) if known is None else known
 
 
 def _closing(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -2,8 +2,8 @@
 
 Lightning restores the counters of its loops as they were, and decides from them what is left to do.
 In the middle of accumulated batches, before a validation that is due, or at an epoch's end, that is
-not what the uninterrupted run would have done. So the counters are derived from the loader's place,
-and what was left to do after the last step is done first.
+not what the uninterrupted run would have done. So the counters are derived from the loader's
+position, and what was left to do after the last step is done first.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from lightning.pytorch.loops.fit_loop import RestartStage
 from lightning_rl.learn.windows import Windows
 from lightning_rl.run.hooks import find_callbacks
 
-Place = dict[str, Any]
-"""Primitives that say where a run is; see :func:`place_of`."""
+Position = dict[str, Any]
+"""Primitives that say where a run is; see :func:`position_of`."""
 
 
-def place_of(trainer: Trainer, loader: Windows, validated: bool) -> Place:
+def position_of(trainer: Trainer, loader: Windows, validated: bool) -> Position:
     """Return where a run is.
 
     - ``epoch``, ``batches``: as many batches of this epoch were trained on;
@@ -47,14 +47,17 @@ def place_of(trainer: Trainer, loader: Windows, validated: bool) -> Place:
     }
 
 
-def rewind(place: Place, loops: dict[str, Any]) -> None:
-    """Set the counters of a checkpoint's loops to a place."""
+def rewind(position: Position, loops: dict[str, Any]) -> None:
+    """Set the counters of a checkpoint's loops to a position."""
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     before = epochs["total"]["processed"] - epochs["current"]["processed"]  # by an earlier fit
-    begun = place["batches"] > 0
-    epochs["current"] = _counted(place["epoch"], begun)
-    epochs["total"] = _counted(before + place["epoch"], begun)
-    batches["current"], batches["total"] = _counted(place["batches"]), _counted(place["total"])
+    begun = position["batches"] > 0
+    epochs["current"] = _counted(position["epoch"], begun)
+    epochs["total"] = _counted(before + position["epoch"], begun)
+    batches["current"], batches["total"] = (
+        _counted(position["batches"]),
+        _counted(position["total"]),
+    )
     batches["is_last_batch"] = False
 
 
@@ -62,8 +65,8 @@ def _counted(done: int, begun: bool = False) -> dict[str, int]:
     return {"ready": done + begun, "started": done + begun, "processed": done, "completed": done}
 
 
-def continue_at(trainer: Trainer, loader: Windows, place: Place) -> None:
-    """Do what was left to do at a place, and let Lightning go on with the batch after it.
+def continue_at(trainer: Trainer, loader: Windows, position: Position) -> None:
+    """Do what was left to do at a position, and let Lightning go on with the batch after it.
 
     Call it at the end of ``on_train_start``.
     """
@@ -74,15 +77,15 @@ def continue_at(trainer: Trainer, loader: Windows, place: Place) -> None:
         loop.reset_restart_stage()
     for scheduler in find_callbacks(trainer, GradientAccumulationScheduler):
         scheduler.on_train_epoch_start(trainer)
-    loader.load_state_dict(place)
-    values = place["metrics"].items()
+    loader.load_state_dict(position)
+    values = position["metrics"].items()
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values})
     # There may be another number of ranks, and so of batches.
-    steps.batch_progress.increment_by(loader.batches - place["batches"], loader.ended)
-    if place["ending"]:
+    steps.batch_progress.increment_by(loader.batches - position["batches"], loader.ended)
+    if position["ending"]:
         steps.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-    if place["left"]:
-        steps._skip_next_val = place["validated"]
+    if position["left"]:
+        steps._skip_next_val = position["validated"]
         steps.on_advance_end(fit._data_fetcher)
         if loader.ended:
             fit.on_advance_end()

@@ -14,7 +14,7 @@ from lightning_rl.run.token_metrics import TokenMetrics
 
 
 @dataclass
-class LeftOut:
+class SkippedRollouts:
     """Which rollouts of a batch are excluded from an update."""
 
     truncated: bool
@@ -32,7 +32,7 @@ class LeftOut:
         objective: Objective,
         kl_reward: KLPenalty | None = None,
         mask_truncated: bool = False,
-    ) -> "LeftOut":
+    ) -> "SkippedRollouts":
         """Return what an update with these parts excludes."""
         others = objective.kl, objective.entropy, objective.balance, kl_reward
         return cls(
@@ -59,11 +59,11 @@ class LeftOut:
 
         Its ``loss_weights`` are there already: these rollouts count where a loss is averaged.
         """
-        left_out = self.rows(minibatch)
-        if left_out is None:
+        skipped = self.rows(minibatch)
+        if skipped is None:
             return minibatch
-        metrics.add({"policy/skipped_share": left_out})
-        return without(minibatch, left_out)
+        metrics.add({"policy/skipped_share": skipped})
+        return without(minibatch, skipped)
 
     def trained_tokens(self, batch: TensorDict) -> Tensor:
         """Return flags, (T,), of the tokens that an engine wrote and that will be trained on."""
@@ -84,13 +84,13 @@ def has_zero_advantage(batch: TensorDict) -> Tensor:
     return idle
 
 
-def without(batch: TensorDict, left_out: Tensor) -> TensorDict:
-    """Return the batch without the rollouts ``left_out`` (R,).
+def without(batch: TensorDict, skipped: Tensor) -> TensorDict:
+    """Return the batch without the rollouts ``skipped`` (R,).
 
     If no rollout remains, it returns the first one without loss tokens. Its gradient is then zero
     instead of missing, so the optimizer steps as usual, together with other ranks.
     """
-    return empty_like(batch) if left_out.all() else select(batch, (~left_out).nonzero().squeeze(1))
+    return empty_like(batch) if skipped.all() else select(batch, (~skipped).nonzero().squeeze(1))
 
 
 def rows_beside(*flags: Tensor | None) -> Tensor | None:

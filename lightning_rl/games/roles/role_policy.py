@@ -1,4 +1,4 @@
-"""SharedModelGroup: the roles that one policy plays, and its learning settings."""
+"""RolePolicy: the roles that one policy plays, and its learning settings."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -25,7 +25,7 @@ from lightning_rl.run.processes.dist import all_max, sum_over_ranks, world_size
 
 
 @configurable(model=model_of, lora=as_lora)
-class SharedModelGroup(PolicyModule):
+class RolePolicy(PolicyModule):
     """One of the policies of a :class:`RolesModule`: it plays some roles, and learns from their
     rows.
 
@@ -90,8 +90,7 @@ class SharedModelGroup(PolicyModule):
 
     def configure_callbacks(self) -> list[Callback]:
         raise ConfigError(
-            "SharedModelGroup cannot train alone; add it to RolesModule.policies, or use "
-            "PolicyModule"
+            "RolePolicy cannot train alone; add it to RolesModule.policies, or use PolicyModule"
         )
 
     def make_backend(self) -> Backend:

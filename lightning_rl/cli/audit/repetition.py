@@ -52,12 +52,12 @@ class IterationVerdict:
     def line(self) -> str:
         """Return the result as a line of text."""
         rerun = self.rerun
-        told = f"iteration {rerun.recorded.version}, from {rerun.kept}"
+        text = f"iteration {rerun.recorded.version}, from {rerun.kept}"
         if rerun.equal:
-            return f"{told}: equal, {len(rerun.again.weights)} weight tensors bit for bit"
+            return f"{text}: equal, {len(rerun.again.weights)} weight tensors bit for bit"
         if self.rounded:
-            return f"{told}: equal within rounding of another machine ({self.elsewhere[0]})"
-        return f"{told}: DIFFERENT, {self._difference()}"
+            return f"{text}: equal within rounding of another machine ({self.elsewhere[0]})"
+        return f"{text}: DIFFERENT, {self._difference()}"
 
     def _difference(self) -> str:
         rerun, parts = self.rerun, []
@@ -103,15 +103,15 @@ class RolloutVerdict:
 
     def lines(self) -> Iterator[str]:
         recorded = self.rerun.recorded
-        told = f"  rollout {recorded.id}: "
+        head = f"  rollout {recorded.id}: "
         if self.rerun.equal:
-            yield f"{told}{recorded.length} tokens equal{self._graded()}"
+            yield f"{head}{recorded.length} tokens equal{self._graded()}"
         else:
-            yield f"{told}DIFFERENT, {self.rerun.lines()[-1]}"
+            yield f"{head}DIFFERENT, {self.rerun.lines()[-1]}"
         for name, (was, now) in self.rewards.items():
-            yield f"{told}DIFFERENT, {name} was {was}, is {now} when it is graded again"
+            yield f"{head}DIFFERENT, {name} was {was}, is {now} when it is graded again"
         if self.error is not None:
-            yield f"{told}DIFFERENT, it cannot be graded again: {self.error}"
+            yield f"{head}DIFFERENT, it cannot be graded again: {self.error}"
 
     def _graded(self) -> str:
         reward = self.rerun.recorded.reward

@@ -53,9 +53,9 @@ def checked(where: str, record: Any) -> Record:
         made: Record = {"iteration": 0} | _filled("", whole(record), Rollout)
         for name, hint in (("iteration", int), ("id", str)):
             _check(name, made.get(name, hint()), hint)
-        for place, row in enumerate(made["rows"]):
+        for index, row in enumerate(made["rows"]):
             for name in TOLD.keys() & row.keys():
-                _check(f"rows[{place}].{name}", row[name], TOLD[name])
+                _check(f"rows[{index}].{name}", row[name], TOLD[name])
         return made
     except _WrongFormError as error:
         raise DataError(
@@ -154,7 +154,7 @@ def _check_items(name: str, values: list[Any], item: Any) -> list[Any]:
         return values
     if item in (bool, float) and set(map(type, values)) <= ({bool} if item is bool else {float}):
         return values
-    return [_check(f"{name}[{place}]", value, item) for place, value in enumerate(values)]
+    return [_check(f"{name}[{index}]", value, item) for index, value in enumerate(values)]
 
 
 def _is_of(value: Any, hint: Any) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_rl.engines import Sampling
 from lightning_rl.engines.hf.decoding import Decoder
-from lightning_rl.engines.kept_texts import KeptTexts
+from lightning_rl.engines.prefix_cache import PrefixCache
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.policy import Policy
@@ -156,7 +156,7 @@ def test_the_longest_beginning_is_found_and_dropped_first():
     def layers(count):
         return [(torch.zeros(1, count, 1), torch.zeros(1, count, 1))]
 
-    kept, writer = KeptTexts(12), Writer()
+    kept, writer = PrefixCache(12), Writer()
     for text in ([1, 2], [1, 2, 3], [1, 2, 4, 5]):
         kept.keep(writer, text, layers(len(text)))
     assert kept.longest(writer, [1, 2, 3, 9]).token_ids == [1, 2, 3]

@@ -6,7 +6,7 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_rl.run.files.newest import continue_newest_run
+from lightning_rl.run.files.newest_run import continue_newest_run
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
-"""A pack's rollouts one a line, for models that compute no packs: those that mix tokens outside of
-attention, by convolutions or states that are carried on, or attend in a way of their own."""
+"""A micro-batch's rollouts one a line, for models that cannot compute packed rows.
+
+They mix tokens outside of attention, by convolutions or states that are carried on, or attend in a
+way of their own.
+"""
 
 from dataclasses import dataclass
 
@@ -13,9 +16,9 @@ from lightning_rl.models.attention.batches import Segments, joined, places_of
 class Lines:
     """N rollouts of at most L tokens, each after its prompt and padded on the right.
 
-    ``source`` (N, L): the index of each token in a pack's row of S tokens; padding repeats a line's
-    first token, and no token before it sees it. ``place`` (S,): the index of each of the row's
-    tokens among the N x L; tokens of a shared prompt are in the line of its first rollout.
+    ``source`` (N, L): the index of each token in a micro-batch's row of S tokens; padding repeats a
+    line's first token, and no token before it sees it. ``place`` (S,): the index of each of the
+    row's tokens among the N x L; tokens of a shared prompt are in the line of its first rollout.
     """
 
     source: Tensor
@@ -27,7 +30,7 @@ class Lines:
 
 
 def lines_of(segments: Segments) -> Lines:
-    """Return the lines of a pack's segments, on the CPU; a prompt is repeated in each line."""
+    """Return the lines of a micro-batch's segments, on the CPU, each with its prompt."""
     prompt, count = segments.prompt, segments.prompts
     number = torch.arange(len(prompt), device="cpu")
     first = torch.full((count,), len(prompt), dtype=torch.long, device="cpu")

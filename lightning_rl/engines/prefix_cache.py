@@ -51,14 +51,14 @@ _Key = tuple[Engine, int, int, int, tuple[Placed, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class KeptText:
+class CachedPrefix:
     """A text of T tokens and, for each layer, their keys and values (H, T, D)."""
 
     token_ids: list[int]
     layers: list[tuple[Tensor, Tensor]]
 
 
-class KeptTexts:
+class PrefixCache:
     """The most recently used texts, up to ``most`` tokens in total.
 
     Whatever changes weights must call :meth:`clear`.
@@ -66,7 +66,7 @@ class KeptTexts:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: OrderedDict[_Key, KeptText] = OrderedDict()
+        self._kept: OrderedDict[_Key, CachedPrefix] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         self.tokens = 0
 
@@ -82,7 +82,7 @@ class KeptTexts:
         key = writer, writer.version, text.length, text.hash, pictures
         if key in self._kept or text.length > self.most:
             return
-        self._kept[key] = KeptText(token_ids, layers)
+        self._kept[key] = CachedPrefix(token_ids, layers)
         self._lengths[text.length] += 1
         self.tokens += text.length
         while self.tokens > self.most:
@@ -90,7 +90,7 @@ class KeptTexts:
 
     def longest(
         self, writer: Engine, token_ids: Sequence[int], pictures: tuple[Placed, ...] = ()
-    ) -> KeptText | None:
+    ) -> CachedPrefix | None:
         """Return the longest kept text that this one continues by a token or more; else None.
 
         It becomes the first to be dropped, because its continuation will replace it.

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from lightning_rl.collect.ahead import WorkingAhead
 from lightning_rl.collect.collector import Collector
+from lightning_rl.collect.prefetch import PrefetchingCollector
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Group, Prompt, RolloutStatus, primitives
@@ -16,7 +16,7 @@ from lightning_rl.run.loop.background import cancel_here
 
 
 @configurable
-class PartialCollector(WorkingAhead):
+class PartialCollector(PrefetchingCollector):
     """Issues more groups than a batch needs, and stops as soon as enough of them are complete.
 
     The others keep their tokens, are paused while the trainer trains, and continue in the next

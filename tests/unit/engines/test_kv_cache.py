@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from lightning_rl.engines.hf.columns import Columns, as_argument
+from lightning_rl.engines.hf.kv_cache import Columns, as_argument
 
 
 def test_what_else_a_model_tells_its_cache_changes_nothing():

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from lightning_rl.run.garbage import uncollected
+from lightning_rl.run.garbage_collection import uncollected
 
 
 def test_nothing_is_collected_inside_and_what_was_made_is_not_looked_at_after(thawed):

@@ -78,7 +78,7 @@ class RendererApart:
             self._launcher = None
 
 
-class StrangersTemplate(TurnTemplate):
+class UntrustedTemplate(TurnTemplate):
     """A :class:`TurnTemplate` from a client.
 
     Args:

@@ -1,4 +1,4 @@
-"""Signs that a policy games its reward, for ``LearningAlarms``."""
+"""Signs of reward hacking, for ``LearningAlarms``."""
 
 import math
 from collections import defaultdict
@@ -43,7 +43,7 @@ class Part(Scores):
         return sample.mean - self.range[0]
 
 
-class Gaming(Stateful):
+class RewardHacking(Stateful):
     """Compares the parts of a reward, and held-out accuracy, with the mean reward.
 
     Args:

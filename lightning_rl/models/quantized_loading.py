@@ -9,9 +9,9 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from lightning_rl.models.model_checks import is_usable
 from lightning_rl.models.quantization import Quantization
 from lightning_rl.models.quantized_layers import QuantizedLinear, linear_layers
-from lightning_rl.models.soundness import is_usable
 
 _NAME = "lightning_rl"
 
