@@ -21,7 +21,7 @@ import yaml
 
 from tests.support.pages import ROOT, Block, read_blocks
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 class _Loader(yaml.SafeLoader):
@@ -134,7 +134,7 @@ ENVIRONMENT["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), ENVIRON
 def run(place: Path, command: str) -> subprocess.CompletedProcess[str]:
     """Run a line as a shell does; the output is that of both streams."""
     return subprocess.run(
-        ["bash", "-c", command], cwd=place, env=ENVIRONMENT, text=True, timeout=800,
+        ["bash", "-c", command], cwd=place, env=ENVIRONMENT, text=True, timeout=3000,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -147,14 +147,14 @@ def run_until_an_iteration(place: Path, command: str) -> tuple[int, bool, str]:
             ["bash", "-c", command], cwd=place, env=ENVIRONMENT, stdout=file,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        end = time.monotonic() + 600
+        end = time.monotonic() + 1800
         while process.poll() is None and time.monotonic() < end:
             if re.search(rb"iteration \d+/", log.read_bytes()):
                 os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 stopped = True
                 break
             time.sleep(0.2)
-        status = process.wait(timeout=300)
+        status = process.wait(timeout=1200)
     return status, stopped, log.read_text(errors="replace")
 
 
