@@ -29,8 +29,8 @@ def test_arguments_that_a_class_passes_on_are_among_them():
     assert [one.name for one in own[:3]] == ["roles", "model", "schedule"]
     assert own[2].default == EveryIteration.__name__
     assert {one.name for one in others} <= {one.name for one in own}
-    [seed] = [one for one in others if one.name == "seed"]
-    assert seed[:3] == ("seed", "int | None", "None")
+    [compiled] = [one for one in others if one.name == "compile"]
+    assert compiled[:3] == ("compile", "bool | None", "None")
     [model] = [one for one in others if one.name == "model"]
     assert model.default is None  # it has to be given
 
