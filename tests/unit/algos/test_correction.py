@@ -170,7 +170,7 @@ def test_stale_rollouts_that_nothing_corrects_for_are_warned_of(
         data.load_prompts("fit")
     messages = [str(w.message) for w in seen if "asynchronous rollouts" in str(w.message)]
     assert len(messages) == warns
-    assert all("nothing corrects for it; set model.use_rollout" in m for m in messages)
+    assert all("nothing corrects for it; set model.update.use_rollout" in m for m in messages)
 
 
 # ---------------------------------------------------------------- in the loss
