@@ -67,12 +67,15 @@ def test_the_next_to_switch_on_is_advised(model, micro_batch):
         return advice(recompute).activations.partition(",")[0].partition(";")[0]
 
     assert advice(False).activations.startswith(
-        "lower max_tokens_per_micro_batch, or set gradient_ch"
+        "lower update.max_tokens_per_micro_batch, or set loading.gradient_ch"
     )
     # One layer's turn takes more than six inputs of a model that is so shallow.
-    assert begins(True) == "set gradient_checkpointing.mlp_tokens: 4096"
-    assert begins(Recompute(mlp_tokens=20)) == "set gradient_checkpointing: {inputs: host}"
-    assert begins(Recompute(mlp_tokens=20, inputs="host")) == "lower max_tokens_per_micro_batch"
+    assert begins(True) == "set loading.gradient_checkpointing.mlp_tokens: 4096"
+    hosted = "set loading.gradient_checkpointing: {inputs: host}"
+    assert begins(Recompute(mlp_tokens=20)) == hosted
+    assert (
+        begins(Recompute(mlp_tokens=20, inputs="host")) == "lower update.max_tokens_per_micro_batch"
+    )
     assert advice(True).state.startswith("train with lora, or set optimizer: bitsandbytes.optim.Ad")
     assert advice(True, torch.optim.SGD, lora=LoRA(rank=2)).state.startswith("share the weights")
     assert advice(True, shards=2).state == (
