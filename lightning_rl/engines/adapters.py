@@ -26,7 +26,7 @@ class AdapterEngine(LoRAEngine):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)  # of the class beside this one
-        self.policies: dict[str, PolicyView] = {}
+        self.policies: dict[str, _PolicyView] = {}
         """The view of each policy, by name, if there are several."""
         self._roles: Mapping[str, str] = {}
 
@@ -45,7 +45,7 @@ class AdapterEngine(LoRAEngine):
                 "base, which cannot be merged with several LoRAs; leave it out, or use "
                 "MultiPolicyEngine"
             )
-        self.policies = {name: PolicyView(self, name) for name in names} if len(names) > 1 else {}
+        self.policies = {name: _PolicyView(self, name) for name in names} if len(names) > 1 else {}
         self._roles = dict(roles)
         self.lora_rank = None  # what one policy trained
 
@@ -99,12 +99,12 @@ class AdapterEngine(LoRAEngine):
 
     @abstractmethod
     def load_adapters(
-        self, view: "PolicyView", weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: "_PolicyView", weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         """Load a policy's weights: its adapters, then their base unless it is already loaded."""
 
     @abstractmethod
-    def adapter_digests(self, view: "PolicyView", names: Sequence[str]) -> dict[str, str]:
+    def adapter_digests(self, view: "_PolicyView", names: Sequence[str]) -> dict[str, str]:
         """Return digests of the factors that a policy computes with, under these names."""
 
     def divided(
@@ -135,7 +135,7 @@ def _of_whole(name: str) -> Any:
     return property(lambda view: getattr(view.whole, name))
 
 
-class PolicyView(Engine):
+class _PolicyView(Engine):
     """One policy of an :class:`AdapterEngine`, with its own requests and weights.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import AdapterEngine, PolicyView
+from lightning_rl.engines.adapters import AdapterEngine, _PolicyView
 from lightning_rl.engines.hf.engine import TransformersEngine
 from lightning_rl.engines.sampling import Completion, Sampling
 from lightning_rl.rollout import Placed
@@ -29,9 +29,9 @@ class TransformersAdapters(AdapterEngine, TransformersEngine):
         return await super().look(pictures, token_ids, sampling, seed)
 
     def load_adapters(
-        self, view: PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: _PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         self._load(view, weights, version)
 
-    def adapter_digests(self, view: PolicyView, names: Sequence[str]) -> dict[str, str]:
+    def adapter_digests(self, view: _PolicyView, names: Sequence[str]) -> dict[str, str]:
         return self._digests_of(self._adapters.held(view), names)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.adapters import AdapterEngine, PolicyView
+from lightning_rl.engines.adapters import AdapterEngine, _PolicyView
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.lora import require_adapters
 from lightning_rl.engines.vllm.held_digests import held_adapter
@@ -76,7 +76,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
     # ---------------------------------------------------------------- weights
 
     def load_adapters(
-        self, view: PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
+        self, view: _PolicyView, weights: Iterable[tuple[str, Tensor]], version: int
     ) -> None:
         if self._llm is None:
             raise EngineError("VLLMAdapters is not running; call start() first")
@@ -100,7 +100,7 @@ class VLLMAdapters(AdapterEngine, VLLMLocal):
             _begin_again(self._llm, self._served[view])
             view.version = version
 
-    def adapter_digests(self, view: PolicyView, names: Sequence[str]) -> dict[str, str]:
+    def adapter_digests(self, view: _PolicyView, names: Sequence[str]) -> dict[str, str]:
         adapter = self._served.get(view)
         number = 0 if adapter is None else adapter.lora_int_id
         return dict(self._ask_worker(held_adapter, number, names))

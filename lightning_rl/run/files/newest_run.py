@@ -66,7 +66,7 @@ def _is_open(logger: TensorBoardLogger | CSVLogger) -> bool:
 
 
 def _require_free(trainer: Trainer, directory: Path) -> None:
-    if trainer.state.fn == "fit":
+    if trainer.state.fn in (None, "fit"):  # None: it is about to fit
         require_free(directory)
 
 

@@ -220,7 +220,7 @@ def test_a_typo_in_a_policy_is_told_as_any_other(tiny_model):
             r"policies.a.init_args.lorra: no such key in RolePolicy; did",
         ),
         ({"schedule": {"class_path": "Periodc"}}, r"Periodc.*did you mean Periodic"),
-        ({"ppo_epochs": 0}, r"ppo_epochs=0 must be >= 1"),
+        ({"update": {"ppo_epochs": 0}}, r"ppo_epochs=0 must be >= 1"),
     ):
         policy = {"class_path": "RolePolicy", "init_args": init_args}
         with pytest.raises(ConfigError, match=message):

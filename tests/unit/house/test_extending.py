@@ -211,7 +211,8 @@ def test_a_transport_of_ones_own_brings_the_trainers_weights(mine, tiny_model, t
     assert metrics["sync/probe_gap"] < 1e-4
     assert metrics["rollout/logprob_gap_max"] < 1e-4
     names = {name for name, _ in module.policy.named_weights()}
-    assert {path.stem for path in (tmp_path / "weights").iterdir()} == names
+    files = (tmp_path / "weights").iterdir()
+    assert {name for path in files for name, _ in transport.fetch({"path": path})} == names
 
 
 class Drift(RLCallback):
