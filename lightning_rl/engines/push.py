@@ -36,7 +36,7 @@ class Push:
     """The weights of one version, one at a time, under their Hugging Face names.
 
     Sharded weights are gathered by all ranks together, each when its turn comes. So every rank has
-    to go through all of them, once, even if it pushes nothing or has failed.
+    to go through all of them, once, even if it pushes nothing or has failed (:meth:`exhaust`).
 
     Args:
         weights: the weights that come.
@@ -84,6 +84,11 @@ class Push:
                 f"the push lacks {len(missing)} of {engine}'s weights, first {missing[0]!r}; is "
                 "its model the trainer's?"
             )
+
+    def exhaust(self) -> None:
+        """Go through all weights that are left."""
+        for _ in self:
+            pass
 
 
 def require_same_weights(

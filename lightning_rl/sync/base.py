@@ -114,14 +114,14 @@ def push(
             sent.begin(engine, version)
             weights.ledger = sent
             transport.push(weights, version)
+            weights.exhaust()  # what the engine did not take is compared, too
             sent.end()
             return compare(transport, engine, sent)
         finally:
             run_async(engine.resume())
     finally:
         weights.ledger = None
-        for _ in weights:  # what this rank does not push, it still has to gather with the others
-            pass
+        weights.exhaust()  # what this rank does not push, it still has to gather with the others
 
 
 def compare(transport: WeightTransport, engine: Engine, sent: SentWeights) -> int:
