@@ -1,4 +1,4 @@
-"""What does laying out a micro-batch cost, by the length of its rollouts?
+"""Measure what laying out a micro-batch costs, by the length of its rollouts.
 
     OMP_NUM_THREADS=1 python -m benchmarks.layout [--save]
 

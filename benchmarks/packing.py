@@ -1,4 +1,4 @@
-"""What do micro-batches without padding, and prompts computed once, save of a training step?
+"""Measure what packing without padding, and prompts computed once, save of a training step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.packing [--save]
 

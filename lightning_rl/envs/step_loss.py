@@ -150,7 +150,7 @@ class _Actor(nn.Module):
     """The agent in the form of a torchrl actor, which returns its distribution."""
 
     now: "_Distribution"
-    """Of the actions in all present steps."""
+    """The distribution of the actions in all present steps."""
 
     in_keys, out_keys = ("observation",), ("action",)
     dist_sample_keys, log_prob_keys = ("action",), ("action_log_prob",)

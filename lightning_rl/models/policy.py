@@ -131,7 +131,7 @@ class Policy(nn.Module):
             lora.attach(self.lm, self._adapted())
         self.routing = routing_of(self.lm)
         self.replays = False
-        """Whether the ``routed_experts`` of micro-batches are replayed, where they are known."""
+        """True if passes replay the ``routed_experts`` of micro-batches where they are known."""
         self.follows_teacher = False
         """Whether gradients are due of the tokens that a teacher finds likeliest, too."""
         critic = self._critic

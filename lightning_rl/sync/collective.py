@@ -245,21 +245,18 @@ class CollectivePush(ReplicaPush):
     def meet(self, replicas: list[Replica]) -> None:
         """Make a group of these replicas, unless they are one."""
         if self.joined != _lives(replicas):
-            self.part()
+            self.leave_all()
             self.transport.meet(replicas)
             self.joined.update(_lives(replicas))
 
-    def part(self) -> None:
+    def leave_all(self) -> None:
         """Leave the group, if there is one."""
         self.joined.clear()
         self.transport.part()
 
-    def _leave_all(self) -> None:
-        self.part()
-
     def close(self) -> None:
         super().close()
-        self.transport.part()
+        self.leave_all()
 
 
 class GroupDelivery(Delivery):
@@ -293,14 +290,7 @@ class GroupDelivery(Delivery):
         if not self.transport.keep_copy:
             return []
         groups = [[replica] for replica in self.live] if self._nobody_known else [self.live]
-        return [r for group in groups if group for r in self._send_again(group, version)]
-
-    def _send_again(self, replicas: list[Replica], version: int) -> list[Replica]:
-        delivery = GroupDelivery(self.route, replicas, complete=True)
-        delivery.begin()
-        for bucket in self.route.all_staged():
-            delivery.send(bucket)
-        return delivery.finish(version)
+        return [r for group in groups if group for r in self.route.deliver_copy(group, version)]
 
     def _settle(self) -> None:
         # One that died tells at once; the others wait in a broadcast until it is given up.
@@ -316,7 +306,7 @@ class GroupDelivery(Delivery):
             step()
         except (ReplicaLost, SyncTimeoutError) as error:
             self._failed = True
-            self.route.part()
+            self.route.leave_all()
             lost = self._lost(error)
             self._nobody_known = not lost
             _log.warning("weights go to the other replicas again: %s", first_line(error))

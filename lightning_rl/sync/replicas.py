@@ -70,7 +70,9 @@ class ReplicaPush(WeightTransport):
         drives = drives_engine(self.engine)
         if self._adapters_alone:
             # Without a copy of the base it goes along each time: a replica may have been restarted.
-            return weights_apart(policy, drives and not (self._has_base and self._keeps_copy))
+            return weights_apart(
+                policy, drives and not (self._has_base and self.transport.keep_copy)
+            )
         # Frozen weights are in the copy, from which also a restarted replica has them.
         keeps = self.transport.leaves_out and self._kept is not None
         return self._frozen.weights_of(policy, drives and not keeps)
@@ -79,10 +81,6 @@ class ReplicaPush(WeightTransport):
     def _adapters_alone(self) -> bool:
         """True if pushes bring a LoRA's adapters alone, and their base only once."""
         return self.transport.adapters_only or self.engine.takes_adapters
-
-    @property
-    def _keeps_copy(self) -> bool:
-        return self.transport.keep_copy
 
     def push(self, weights: Weights, version: int) -> None:
         coming = Push.of(weights)
@@ -93,12 +91,12 @@ class ReplicaPush(WeightTransport):
             try:
                 left = self._deliver(coming, version, self.delivery(replicas, complete))
             except BaseException:
-                self._leave_all()  # who knows in which state the connections are
+                self.leave_all()  # who knows in which state the connections are
                 raise
             for replica in left:
                 replica.version = version
-            self._kept = version if self._keeps_copy else None
-            if not left and not self._keeps_copy:
+            self._kept = version if self.transport.keep_copy else None
+            if not left and not self.transport.keep_copy:
                 raise ReplicaLost(
                     f"no replica has got version {version}, because replicas were lost during its "
                     f"push, and {type(self.transport).__name__} keeps no copy to send again; set "
@@ -143,9 +141,14 @@ class ReplicaPush(WeightTransport):
     def _hold_what_is_kept(self, replicas: list[Replica]) -> bool:
         return all(replica.version == self._kept for replica in replicas)
 
-    def all_staged(self) -> list[Bucket]:
-        """Return all buckets, for a replica that holds nothing."""
-        return [bucket for staged in self._staged.values() for bucket, _ in staged]
+    def deliver_copy(self, replicas: list[Replica], version: int) -> list[Replica]:
+        """Send all that is staged; return the replicas that have loaded it."""
+        delivery = self.delivery(replicas, complete=True)
+        delivery.begin()
+        for staged in self._staged.values():
+            for bucket, _ in staged:
+                delivery.send(bucket)
+        return delivery.finish(version)
 
     def refill(self, replica: Replica) -> None:
         """Give a restarted replica the weights of the last push, if they are kept."""
@@ -153,14 +156,10 @@ class ReplicaPush(WeightTransport):
             version = self._kept
             if version is None or replica.version == version:
                 return
-            delivery = self.delivery([replica], complete=True)
             try:
-                delivery.begin()
-                for bucket in self.all_staged():
-                    delivery.send(bucket)
-                left = delivery.finish(version)
+                left = self.deliver_copy([replica], version)
             except BaseException:
-                self._leave_all()
+                self.leave_all()
                 raise
             for filled in left:
                 if self._sent is not None:
@@ -188,7 +187,8 @@ class ReplicaPush(WeightTransport):
             self.transport.leave(departed)
             del self.joined[departed]
 
-    def _leave_all(self) -> None:
+    def leave_all(self) -> None:
+        """Disconnect from all replicas."""
         for replica in self.joined:
             self.transport.leave(replica)
         self.joined.clear()

@@ -50,7 +50,7 @@ class StagedTransport(WeightTransport):
     by_reference: ClassVar[bool] = False
     """Whether an engine in this process gets the trainer's own tensors, and nothing is staged."""
     leaves_out: ClassVar[bool] = False
-    """Whether :meth:`stage` accepts parts without the frozen weights that it staged before
+    """True if :meth:`stage` accepts parts without the frozen weights that it staged before
     (``WeightPart.before``); False: it gets all weights each time."""
     shared_packages: ClassVar[tuple[str, ...]] = ("lightning_rl",)
     """Packages of which engines in other processes need the trainer's minor version."""
