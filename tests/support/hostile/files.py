@@ -212,7 +212,7 @@ CALLS: list[Call] = [
         "metrics without an iteration",
         "metrics.jsonl",
         lines({"a": 1}),
-        "iteration is None, and must be a number",
+        "iteration is None, but must be a number",
     ),
     _run(
         "metrics of the iteration NaN",

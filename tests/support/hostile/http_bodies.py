@@ -71,7 +71,7 @@ CALLS: list[Call] = [
     http_call("a model that is an object", chat(model={}), "400", "Invalid type for 'model'"),
     http_call("10,000 strings that end", chat(stop=["x"] * 10_000), "400", "up to 64 strings"),
     http_call("an empty string that ends", chat(stop=""), "400", "1 to 1000 characters"),
-    http_call("images", content([{"type": "image_url"}]), "400", "'text'"),
+    http_call("images", content([{"type": "image_url"}]), "400", "no picture"),
     http_call("messages that are numbers", chat(messages=[1, 2]), "400", "messages[0]"),
     http_call("an unknown role", chat(messages=[{"role": "god"}]), "400", "'system'"),
     http_call("a tool without a name", chat(tools=[{"type": "function"}]), "400", "tools[0]"),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.serving import RequestLimits
 from tests.support.hostile.call import Call
 from tests.support.hostile.http_desk import CHAT, CLAUDE, GOOD, Desk, Said, http_call
@@ -61,10 +62,11 @@ async def gone(desk: Desk) -> str:
 
 
 async def over(desk: Desk) -> str:
-    """Use the key of a session that has ended."""
-    rollout = desk.session.episode.rollout
-    async with desk.server.session(rollout, desk.session.engine, desk.session.terms.sampling) as s:
-        key = s.api_key
+    """Use the key of another rollout's session, which has ended."""
+    engine, sampling = desk.session.engine, desk.session.terms.sampling
+    rollout = Rollout(Prompt("other", "?", [5]), "g", 1, seed=2)
+    async with desk.server.session(rollout, engine, sampling) as session:
+        key = session.api_key
     return await desk.post(GOOD, authorization=f"Bearer {key}")
 
 

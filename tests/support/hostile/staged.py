@@ -98,7 +98,7 @@ SERVER = [
     Call(
         "a job of another status",
         against({JOB: body('{"id": "job-1", "status": "napping"}')}),
-        ("is 'napping', none of", KEPT),
+        ("the unknown status 'napping'", KEPT),
     ),
     Call(
         "a job fails and says why in escapes",
