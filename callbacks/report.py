@@ -21,8 +21,9 @@ from lightning_rl.data.rollouts.jsonl import JSONLRollouts
 from lightning_rl.errors import ConfigError, DiskError, RewardError, RunInterrupted
 from lightning_rl.rollout import Rollout, RolloutStatus
 from lightning_rl.run.clock import STAGES
-from lightning_rl.run.files.metrics import MetricsLog, strict_json
+from lightning_rl.run.files.metrics import MetricsLog
 from lightning_rl.run.files.rundir import run_dir, write_whole
+from lightning_rl.run.files.strict_json import dumps
 from lightning_rl.run.hooks import call_hook, find_callbacks
 from lightning_rl.run.processes.machine import installed_version
 
@@ -306,7 +307,7 @@ class RunReport(RLCallback):
             "metrics": self.history[-1] if self.history else {},
         }
         file = run_dir(trainer) / "summary.json"
-        write_whole(file, strict_json(summary, indent=2) + "\n")
+        write_whole(file, dumps(summary, indent=2) + "\n")
         if self.history:
             title = f"{'/'.join(file.parent.parts[-2:])}: {self._outcome()}"
             plot_curves(self.history, str(file.with_name("curves.png")), title)

@@ -15,8 +15,8 @@ from lightning_rl.collect.estimates import Comparison
 from lightning_rl.errors import CheckpointError, ConfigError, kind_of_path
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.run.files.checkpoint_io import about, checkpoints_in, require_good
-from lightning_rl.run.files.metrics import strict_json
 from lightning_rl.run.files.rundir import run_dir, write_whole
+from lightning_rl.run.files.strict_json import dumps
 from lightning_rl.run.hooks import find_callbacks
 
 Row = dict[str, Any]
@@ -159,7 +159,7 @@ class CheckpointSeries:
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=iteration)
         if self.trainer.is_global_zero:
-            text = strict_json(self.rows, indent=2) + "\n"
+            text = dumps(self.rows, indent=2) + "\n"
             write_whole(run_dir(self.trainer) / self.NAME, text)
 
     def _compare(self, scores: dict[str, dict[str, float]]) -> None:

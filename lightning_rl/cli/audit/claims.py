@@ -24,7 +24,8 @@ from lightning_rl.collect.stats import rollout_metrics, set_metrics
 from lightning_rl.data.rollouts.files import RUN_FILES, Record, as_json, as_record
 from lightning_rl.data.rollouts.ledger import digest_of_json
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.files.metrics import MetricsLog, read_rows, strict_json
+from lightning_rl.run.files.metrics import MetricsLog, read_rows
+from lightning_rl.run.files.strict_json import dumps
 
 SUMMARY = "summary.json"
 
@@ -236,7 +237,7 @@ class Claims:
         rows, environment = read_rows(text), self.records.begins[-1]["environment"]
         versions = {name: environment[name] for name in PACKAGES if name in environment}
         real = figures(rows, last) | {"versions": versions, "metrics": rows[-1] if rows else {}}
-        real = json.loads(strict_json(real))
+        real = json.loads(dumps(real))
         if contradicted := contradiction(claimed, real, "the other files say"):
             yield f"{SUMMARY}: {contradicted}"
         if (claimed.get("status") == "completed") != (claimed.get("error") is None):

@@ -11,8 +11,9 @@ from lightning_rl.games.protocols.metrics import protocol_metrics
 from lightning_rl.games.staged.sampler import cut_answers
 from lightning_rl.games.staged.state import StagedState
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.files.metrics import read_rows, strict_json, summarize
+from lightning_rl.run.files.metrics import read_rows, summarize
 from lightning_rl.run.files.rundir import write_whole
+from lightning_rl.run.files.strict_json import dumps
 
 Row = dict[str, Any]
 
@@ -53,7 +54,7 @@ class StagedReport:
         rows = {row["iteration"]: row for row in self.rows()}
         rows[iteration] = rows.get(iteration, {"iteration": iteration}) | metrics
         ordered = [rows[number] for number in sorted(rows)]
-        lines = "".join(strict_json(row) + "\n" for row in ordered)
+        lines = "".join(dumps(row) + "\n" for row in ordered)
         write_whole(self.run_dir / "metrics.jsonl", lines)
 
     def write_summary(self, state: StagedState) -> None:
@@ -71,7 +72,7 @@ class StagedReport:
             "versions": installed_versions(),
             "metrics": rows[-1] if rows else {},
         }
-        write_whole(self.run_dir / "summary.json", strict_json(summary, indent=2) + "\n")
+        write_whole(self.run_dir / "summary.json", dumps(summary, indent=2) + "\n")
         title = f"{self.run_dir.name}: {state.iteration} iterations"
         plot_curves(rows, str(self.run_dir / "curves.png"), title)
 

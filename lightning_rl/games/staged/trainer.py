@@ -31,8 +31,8 @@ from lightning_rl.games.staged.sampler import InteractionSampler, Tree, remove_r
 from lightning_rl.games.staged.state import FIRST_STAGE, LAST_STAGE, StagedState
 from lightning_rl.games.staged.units import Unit, all_units, rows_of, train_units
 from lightning_rl.rewards.openai_api import APIRefusal
-from lightning_rl.run.files.metrics import strict_json
 from lightning_rl.run.files.rundir import holding, write_whole
+from lightning_rl.run.files.strict_json import dumps
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.run.retry import ServerError
 from lightning_rl.run.seeding import run_seed
@@ -187,7 +187,7 @@ class StagedTrainer:
             remove_rollouts(self._file(RETESTS, where))
             tested = range(min(len(group.models) for group in self.state.groups.values()))
             rows = [{"iteration": i} | self._tested(i, RETESTS, where) for i in tested]
-            write_whole(where / "retests.json", strict_json(rows, indent=1) + "\n")
+            write_whole(where / "retests.json", dumps(rows, indent=1) + "\n")
         rank_zero_info(f"rows and interactions of the test are in {where}")
         return rows
 

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_rl.run.files.rundir import append, run_dir, write_whole
+from lightning_rl.run.files.strict_json import dumps
 from lightning_rl.run.processes.dist import all_sum
 
 
@@ -169,7 +170,7 @@ class MetricsLog:
 def read_rows(text: str) -> list[Row]:
     """Read rows by iteration; the later of two is kept, and invalid lines are skipped.
 
-    What :func:`strict_json` wrote as null is NaN.
+    What ``dumps`` wrote as null is NaN.
     """
     rows: dict[float, Row] = {}
     for line in text.splitlines():
@@ -184,20 +185,7 @@ def read_rows(text: str) -> list[Row]:
 
 
 def _lines(rows: list[Row]) -> str:
-    return "".join(strict_json(row) + "\n" for row in rows)
-
-
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON as its standard has it, without NaN and infinities: they are null."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+    return "".join(dumps(row) + "\n" for row in rows)
 
 
 def _candidates(file: Path, trainer: Trainer, state: dict[str, Any]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Strict parsing of JSON from outside: the result can be written, stored and computed with."""
+"""JSON as its standard has it: what is read can be stored and computed with, by any program."""
 
 import json
 import math
@@ -25,6 +25,11 @@ def loads(text: str | bytes) -> Any:
     return value
 
 
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Return valid JSON, in which NaN and infinities are null."""
+    return json.dumps(_nulled(value), indent=indent, allow_nan=False)
+
+
 def require_plain(value: Any) -> None:
     """Refuse values, nested in objects and arrays, that cannot be stored.
 
@@ -45,6 +50,14 @@ def require_plain(value: Any) -> None:
             elif isinstance(item, list | tuple):
                 inner += item
         level, depth = inner, depth + 1
+
+
+def _nulled(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _nulled(part) for key, part in value.items()}
+    return [_nulled(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _require_text(text: str) -> None:

@@ -18,9 +18,9 @@ from lightning_rl.run.clock import STAGES, StageClock
 from lightning_rl.run.files.metrics import (
     MetricsLog,
     read_rows,
-    strict_json,
     summarize,
 )
+from lightning_rl.run.files.strict_json import dumps
 from lightning_rl.run.token_metrics import TokenMetrics
 
 # ---------------------------------------------------------------- token metrics
@@ -330,5 +330,5 @@ def test_files_of_metrics_are_strict_json(tmp_path, broken):
         assert [name for name, value in row.items() if math.isnan(value)] == [
             name for name in row if name in ("policy/loss", "reward/mean") and row[name] != 0.5
         ]
-    nested = json.loads(strict_json({"a": [{"b": (broken, 1)}]}), parse_constant=refuse)
+    nested = json.loads(dumps({"a": [{"b": (broken, 1)}]}), parse_constant=refuse)
     assert nested == {"a": [{"b": [None, 1]}]}
