@@ -25,7 +25,7 @@ def good(**changes: Any) -> dict[str, Any]:
         *folders, name = (int(p) if p.isdigit() else p for p in path.split("__"))
         node: Any = tree
         for folder in folders:
-            node = node[folder]
+            node = node.setdefault(folder, {}) if isinstance(node, dict) else node[folder]
         node[name] = value
     return tree
 
