@@ -6,6 +6,8 @@
 # The dashboard and `ray job submit` need ray[default] on the head: pip install 'ray[default]>=2.50,<3'
 set -euo pipefail
 export RAY_AUTH_MODE=token
+# Ray gives workers the lowest priority, by which engines compute only what others leave.
+export RAY_worker_niceness="${RAY_worker_niceness:-0}"
 
 if [ $# = 0 ]; then
     # The dashboard listens on the loopback interface: reach it by ssh -L 8265:localhost:8265 HEAD.

@@ -59,7 +59,9 @@ def start(stack: ExitStack, command: list, environment: dict[str, str]) -> None:
 
 def submit(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [SCRIPTS / "submit.sh", "--config", "run.yaml"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
 
 
 @pytest.fixture

@@ -146,6 +146,8 @@ class RayEngine(ReplicatedEngine, VLLMEngine):
             if ray.is_initialized():  # by the user, whose it stays
                 return
             options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            # Ray gives workers the lowest priority, so that they compute only what others leave.
+            os.environ.setdefault("RAY_worker_niceness", "0")
             # Without an address, Ray would join any cluster that runs here, another user's too.
             address = self.address or os.environ.get("RAY_ADDRESS") or "local"
             try:

@@ -166,10 +166,10 @@ CALLS: list[Call] = [
     refused("a profiler that writes where it is told", "is not known", trainer__profiler={
         "class_path": "SimpleProfiler", "init_args": {"dirpath": "/tmp", "filename": "x"}}),
     # --------------------------------------------------------------------- parts in files
-    refused("a part in a file", "is a separate configuration file", data__init_args__engine="part.yaml"),
-    refused("a part in a folder's file", "is a separate configuration file", model="nested/part.yml"),
-    refused("a part behind dots", "is a separate configuration file", model="./nested/../part.yaml"),
-    refused("a callback in a file", "is a separate configuration file", trainer__callbacks=["part.yaml"]),
+    refused("a part in a file", "separate configuration file", data__init_args__engine="part.yaml"),
+    refused("a part in a folder's file", "separate configuration file", model="nested/part.yml"),
+    refused("a part behind dots", "separate configuration file", model="./nested/../part.yaml"),
+    refused("a callback in a file", "separate configuration", trainer__callbacks=["part.yaml"]),
     # --------------------------------------------------------------------- commands of agents
     agent("a script", NOT_TRUSTED, script="evil.py"),
     agent("a script above", "may be run", script="../evil.py"),
