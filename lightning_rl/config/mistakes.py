@@ -277,7 +277,7 @@ def _require_names(path: str, key: Key) -> None:
     """Refuse a path with a part that no file or folder can be called."""
     if "\0" in path:
         raise _Mistake(key, f"{path!r:.60} holds a NUL character, as no file's name can; remove it")
-    longest = max(len(os.fsencode(part)) for part in path.split("/"))
+    longest = max(len(part.encode(errors="surrogatepass")) for part in path.split("/"))
     if longest > _BYTES:
         raise _Mistake(
             key,

@@ -215,7 +215,7 @@ def spoilt(folder: Path) -> None:
 
 KEYED = {"class_path": "OpenAIChat", "init_args": {"api_key_env": "NO_SUCH_KEY_AT_ALL"}}
 WRONG = [
-    Call("the state is a pipe", fifo, ("state.json is no file",)),
+    Call("the state is a pipe", fifo, ("state.json is not a file",)),
     Call("the run's directory is a file", held_twice, ("could not be written",)),
     Call("a retest within the run", retested_in_itself, ("lies in the tested run's directory",)),
     Call("a local job's result is cut off", damaged_result, ("does not hold a job's result",)),

@@ -215,7 +215,8 @@ def judged(otherwise: dict[str, Answer]) -> Callable[[Path], None]:
     def play(folder: Path) -> None:
         with serving(otherwise) as api:
             judge = LLMJudge(OpenAIJudge(api.url, "gpt"), retries=1, first_wait_s=0, timeout_s=2)
-            print(asyncio.run(judge(prompts=["2 + 2?"], completions=["4"])))
+            [score] = asyncio.run(judge(prompts=["2 + 2?"], completions=["4"]))
+            print(type(score).__name__, getattr(score, "reason", score))
 
     return play
 
