@@ -51,6 +51,36 @@ def test_without_a_rollout_no_engine_starts(workplace, capsys, monkeypatch):
     assert "optimizer (AdamW)" in capsys.readouterr().out
 
 
+def test_only_rewards_are_tried(workplace, capsys, monkeypatch):
+    from lightning_rl.engines import TransformersEngine
+
+    monkeypatch.setattr(TransformersEngine, "start", lambda *_: pytest.fail("it was started"))
+    (workplace / "graded.py").write_text(
+        "def contains(completions, answer):\n"
+        "    return [float(a in c) for c, a in zip(completions, answer)]\n"
+        "def exact(completions, answer):\n"
+        "    return [float(a == c) for c, a in zip(completions, answer)]\n"
+    )
+    rows = "".join(f'{{"prompt": "{n}=", "answer": "{n}"}}\n' for n in range(10, 20))
+    (workplace / "answers.jsonl").write_text(rows)
+    command = [
+        "check",
+        "--config",
+        "good.yaml",
+        "--rewards",
+        "--data.train_prompts",
+        "answers.jsonl",
+    ]
+    before = files(workplace)
+    assert main([*command, "--data.rewards=[graded.contains]"]) == 1
+    assert files(workplace) == before
+    told = capsys.readouterr()
+    assert "fault: 'every answer in turn' earns as much as the right answer" in told.out
+    assert "optimizer (AdamW)" not in told.out
+    assert "not good: rewards have faults, as said above" in told.err
+    assert main([*command, "--data.rewards=[graded.exact]"]) == 0
+
+
 def test_what_fit_would_refuse_is_refused(workplace, capsys):
     assert main(["check", "--config", "good.yaml", "--data.group_size", "1"]) == 2
     assert "group_size=1 must be >= 2 for GRPO" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
 from lightning_rl.cli.check.mesh import choose
+from lightning_rl.cli.check.reward_trial import try_rewards
 from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.collect.base import CollectingDataModule
@@ -31,7 +32,7 @@ from lightning_rl.sync.schedule import FixedSchedule
 
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run] [--gpu_memory_gb N [--gpus N]]
+                          [--no_rollout | --run | --rewards] [--gpu_memory_gb N [--gpus N]]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -40,10 +41,13 @@ Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
   --run          then train for one small iteration, with all callbacks, in a scratch directory
+  --rewards      try only the rewards: on right answers as people write them, and on texts that
+                 a model should not be paid for; status 1 if one would harm a run
   --gpu_memory_gb N  plan for GPUs of N GiB, which need not be present; default: this machine's
   --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
+_KINDS = ("--no_rollout", "--run", "--rewards")
 TRIED_GROUPS, TRIED_PROMPTS = 2, 4
 """Groups, and held-out prompts, of an iteration that is tried, where the settings permit."""
 
@@ -60,15 +64,14 @@ def main(arguments: Sequence[str]) -> int:
             _run(Built(rest, scratch, fast_dev_run=1))
             return 0
         cli = Built(rest, scratch)
-        with_rollout = not own.run and not own.no_rollout
-        fits = _check(cli, with_rollout, own.gpu_memory_gb, own.gpus)
+        wrong = _check(cli, own)
         del cli  # and its weights
         if own.run:
             print(_run(Built(rest, scratch, fast_dev_run=1)))
-    if not fits:
-        print("not good: the GPU is too small, as said above", file=sys.stderr)
+    if wrong is not None:
+        print(f"not good: {wrong}, as said above", file=sys.stderr)
         return 1
-    if own.gpus is None:
+    if own.gpus is None and not own.rewards:
         print("good: `lightning-rl fit` with the same options would start")
     return 0
 
@@ -80,7 +83,7 @@ def own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         ConfigError: if options have an invalid value, or exclude or need each other.
     """
     parser = CommandParser("check", "")
-    for name in ("--no_rollout", "--run", "--dry_run"):
+    for name in (*_KINDS, "--dry_run"):
         parser.add_argument(name, action="store_true")
     for name in ("--gpu_memory_gb", "--gpus"):
         parser.add_argument(name, nargs="?", const="")
@@ -99,8 +102,8 @@ def own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
                 f"--gpus={gpus} needs the memory of one GPU; pass --gpu_memory_gb too"
             )
         own.gpus = int(gpus)
-    if own.no_rollout and own.run:
-        raise ConfigError("--no_rollout and --run exclude each other; pass one of them")
+    if len(kinds := [name for name in _KINDS if getattr(own, name[2:])]) > 1:
+        raise ConfigError(f"{' and '.join(kinds)} exclude each other; pass one of them")
     return own, others
 
 
@@ -111,8 +114,8 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | None) -> bool:
-    """Print the findings; returns False if the GPUs are too small."""
+def _check(cli: RLCLI, own: argparse.Namespace) -> str | None:
+    """Print the findings; returns what is wrong, if anything is."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
     warn_of_flags(trainer)
@@ -122,14 +125,20 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
         tried = data.check(module)
         if tried is not None:
             print("\n".join(tried))
-            return True
+            return None
     if not isinstance(module, RolloutModule) or not isinstance(data, RLDataModule):
         print("nothing more is checked: rollouts need a PolicyModule and an RLDataModule")
-        return True
+        return None
+    gpus, card_gb = own.gpus, own.gpu_memory_gb
+    too_small = "the GPU is too small"
     try:
         minibatches = max(policy.update.minibatches for policy in module.policies.values())
         check_groups(data.groups_per_iteration, minibatches, gpus or trainer.world_size)
         data.load_prompts("fit")
+        if own.rewards:
+            lines, faulty = try_rewards(data, data.load_tokenizer(module))
+            print("\n".join(lines))
+            return "rewards have faults" if faulty else None
         each = (prompt for _, prompt in data.train_prompts.numbered())
         prompts = with_longest_whole(each, data.groups_per_iteration)
         print(_prompts(prompts, data))
@@ -137,16 +146,16 @@ def _check(cli: RLCLI, with_rollout: bool, card_gb: float | None, gpus: int | No
         if gpus is not None and card_gb is not None:
             lines, fits = choose(module, data, prompts, gpus, card_gb)
             print("\n".join(lines))
-            return fits
+            return None if fits else too_small
         module.configure_model()
         lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))
         plan = card_plan(module, data, memory, card_gb)
         if plan is not None:
             print("\n".join(plan.lines()))
-        if with_rollout:
+        if not own.run and not own.no_rollout:
             print("\n".join(_try(cli, data, module)))
-        return plan is None or plan.missing <= 0
+        return None if plan is None or plan.missing <= 0 else too_small
     finally:
         data.teardown("fit")
 

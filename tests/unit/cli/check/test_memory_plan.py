@@ -309,3 +309,6 @@ def test_the_options_of_the_command_itself_are_taken_from_those_of_fit():
     for wrong in (["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus=-8"], ["--gpus=1.5"]):
         with pytest.raises(ConfigError, match="must be a whole number >= 1"):
             own_options(wrong)
+    for wrong in (["--no_rollout", "--run"], ["--run", "--rewards"]):
+        with pytest.raises(ConfigError, match=" and ".join(wrong)):
+            own_options(wrong)
