@@ -70,6 +70,7 @@ STOPPED = [
     r"python -m lightning_rl fit --config recipes/smollm2/grpo.yaml --ckpt_path last",
     r"python -m lightning_rl fit --config recipes/sort_digits/grpo.yaml",
     r"lightning-rl quickstart( --out runs/mine --seed 1 --iterations 40)?",
+    r"lightning-rl fit --config train.yaml .*",  # train.py before it runs to its end
     r"(?!.* --print_config)(OMP_NUM_THREADS=1 )?lightning-rl fit --config recipes/.*",
 ]
 """Commands that are stopped once they have trained for an iteration."""
