@@ -13,6 +13,8 @@ import yaml
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_rl.cli import main
+from lightning_rl.cli.check.command import Built
+from lightning_rl.cli.check.disk import disk_plan
 from lightning_rl.cli.check.mesh import Candidate
 from lightning_rl.cli.check.tracking import follow
 from tests.support.bad_configs import CONFIG, files
@@ -79,6 +81,25 @@ def test_only_rewards_are_tried(workplace, capsys, monkeypatch):
     assert "optimizer (AdamW)" not in told.out
     assert "not good: rewards have faults, as said above" in told.err
     assert main([*command, "--data.rewards=[graded.exact]"]) == 0
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_files_are_as_large_as_planned(workplace, adapted):
+    more = ["--trainer.callbacks+=IterationCheckpoint", "--trainer.callbacks+=HFExport"]
+    lora = ["--model.lora", "LoRA", "--trainer.callbacks.merge_adapters", "false"]
+    options = ["--config", "good.yaml", "--trainer.enable_checkpointing", "true", *more]
+    options += lora if adapted else []
+    built = Built(options, str(workplace / "scratch"))
+    built.model.trainer = built.trainer
+    built.model.configure_model()
+    kept = disk_plan(built.model, built.datamodule, workplace, True, prompt=3).kept
+    checkpoint, export, rollouts = (each.size for each in kept)
+    assert rollouts == 4 * 2 * (3 + 4) * 9  # groups, rollouts, tokens, bytes
+    assert main(["fit", *options, "--trainer.default_root_dir", "runs"]) == 0
+    [saved] = [f for f in workplace.rglob("*.ckpt") if not f.is_symlink()]
+    [written] = workplace.rglob("*.safetensors")
+    for planned, file in ((checkpoint, saved), (export, written)):
+        assert planned <= file.stat().st_size < planned + 2**16  # names, shapes, settings
 
 
 def test_what_fit_would_refuse_is_refused(workplace, capsys):

@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback
@@ -14,6 +15,7 @@ from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.check.batches import with_longest_whole
+from lightning_rl.cli.check.disk import disk_plan
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.reward_trial import try_rewards
 from lightning_rl.cli.check.training import card_plan, planned_device, training_plan
@@ -114,7 +116,7 @@ def _number(text: str) -> float:
         return math.nan
 
 
-def _check(cli: RLCLI, own: argparse.Namespace) -> str | None:
+def _check(cli: "Built", own: argparse.Namespace) -> str | None:
     """Print the findings; returns what is wrong, if anything is."""
     module, data, trainer = cli.model, cli.datamodule, cli.trainer
     names = (type(module).__name__, type(data).__name__)
@@ -150,6 +152,8 @@ def _check(cli: RLCLI, own: argparse.Namespace) -> str | None:
         module.configure_model()
         lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
         print("\n".join(lines))
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        print("\n".join(disk_plan(module, data, cli.place, cli.logged, longest).lines()))
         plan = card_plan(module, data, memory, card_gb)
         if plan is not None:
             print("\n".join(plan.lines()))
@@ -270,16 +274,23 @@ class Built(RLCLI):
     def __init__(self, arguments: list[str], scratch: str, fast_dev_run: int = 0) -> None:
         self._scratch = scratch
         self._fast_dev_run = fast_dev_run
+        self.place, self.logged = Path(), False
+        """The folder that the run would write to, and whether it has a logger."""
         super().__init__(["fit", *arguments])
 
     def before_instantiate_classes(self) -> None:
         given = self.config.fit.trainer.default_root_dir
         if given is not None:
             require_writable(given, "trainer.default_root_dir")
+            self.place = Path(given)
         self.config.fit.trainer.default_root_dir = self._scratch
         if self._fast_dev_run:
             self.config.fit.trainer.fast_dev_run = self._fast_dev_run
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: only the built objects are needed."""
+        for logger in self.trainer.loggers:
+            self.logged = True
+            if logger.save_dir not in (None, self._scratch):
+                self.place = Path(str(logger.save_dir))
         self.trainer.logger = None  # it was built, so its configuration is good
