@@ -14,11 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.collect.tasks import Task
 from lightning_rl.config.schema import one_line
 from lightning_rl.datamodule import RLDataModule
+from lightning_rl.errors import DataError
 from lightning_rl.rewards.calling import RewardFunction
 from lightning_rl.rollout import Prompt, Rollout, RolloutStatus, as_text, of_whole_characters
 
 ROWS = 6
 """Rows of each prompt set that are tried, besides those whose columns have other types."""
+_KNOWN = 1000
+"""Rows of a prompt set that these are chosen from, and whose answers are known."""
 RIGHT_FORMS = {
     "alone": "{}",
     "in a sentence": "The answer is {}.",
@@ -78,13 +81,17 @@ class RewardTrial:
     Args:
         task: whose rewards are tried, on its prompts.
         tokenizer: writes the tokens that rewards may ask for.
+
+    Raises:
+        DataError: if no prompt is short enough.
     """
 
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         self._task = task
         self._encode = cache(partial(tokenizer.encode, add_special_tokens=False))
         task.rewards.configure(tokenizer)
-        prompts = list(task.prompts.first(None))
+        if not (prompts := list(task.prompts.first(_KNOWN))):
+            raise DataError(f"{task.prompts!r}: all prompts are too long; raise max_prompt_tokens")
         self._rows = _spread(prompts)
         self._column = _answer_column(task.rewards.functions.values(), self._rows)
         self._answers = list(dict.fromkeys(self._answer(prompt) for prompt in prompts))
