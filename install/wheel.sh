@@ -31,6 +31,8 @@ PATH=$folder/env/bin:$PATH
 lightning-rl doctor
 lightning-rl --help | grep '^  convert '  # which only the wheel's metadata tells of
 lightning-rl quickstart --help | grep -- "--model MODEL"
+# What `lightning-rl quickstart` does first; its real model would take minutes.
+python -c "from pathlib import Path; from lightning_rl.cli.quickstart import copy_recipes; copy_recipes(Path.cwd())"
 python -m recipes.sort_digits.quickstart --sft_steps 50 --iterations 2
 { set +x; } 2>/dev/null
 test -f runs/sort_digits/grpo/version_0/summary.json
