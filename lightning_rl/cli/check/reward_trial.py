@@ -93,13 +93,13 @@ class RewardTrial:
         if not (prompts := list(task.prompts.first(_KNOWN))):
             raise DataError(f"{task.prompts!r}: all prompts are too long; raise max_prompt_tokens")
         self._rows = _spread(prompts)
-        self._column = _answer_column(task.rewards.functions.values(), self._rows)
+        self._column, self._sure = _answer_column(task.rewards.functions.values(), self._rows)
         self._answers = list(dict.fromkeys(self._answer(prompt) for prompt in prompts))
 
     def run(self, per_iteration: int) -> Verdict:
         """Try all texts; ``per_iteration`` is the number of completions of an iteration."""
         tried = [self._try(prompt) for prompt in self._rows]
-        found = _Findings(_named(self._task), self._column, len(tried))
+        found = _Findings(_named(self._task), self._column, self._sure, len(tried))
         for prompt, graded in zip(self._rows, tried, strict=True):
             found.add(prompt, graded)
             self._again(prompt, graded, found)
@@ -172,11 +172,15 @@ class RewardTrial:
 
 
 class _Findings:
-    """Counts, over rows, what each text was paid."""
+    """Counts, over rows, what each text was paid.
 
-    def __init__(self, of: str, column: str, rows: int) -> None:
+    ``sure``: the column holds answers that a reward reads; else only it may.
+    """
+
+    def __init__(self, of: str, column: str, sure: bool, rows: int) -> None:
         self._of = of
         self._column = column
+        self._sure = sure
         self._rows = rows
         self._rewards: dict[str, list[float]] = defaultdict(list)
         self._full: Counter[str] = Counter()  # as much as the right answer in its best form
@@ -218,13 +222,9 @@ class _Findings:
         return Verdict(lines, list(self._faults()), list(self._notes(per_iteration)))
 
     def _faults(self) -> Iterator[str]:
-        for error, name in self._errors.items():
-            yield f"it cannot grade {name!r}: {error}"
-        if self._unpaid:
-            yield (
-                f"the right answer earns no more than a wrong one, however it is written, in "
-                f"{len(self._unpaid)} of {self._rows} rows, first {self._unpaid[0]}"
-            )
+        yield from (why for name, why in self._ungraded() if name != MEGABYTE)
+        if self._unpaid and self._sure:
+            yield self._unpaid_rows()
         for name in WRONG:
             if self._column and not self._unpaid and 2 * self._full[name] > self._rows:
                 yield f"{name!r} earns as much as the right answer, which a policy would find"
@@ -232,7 +232,20 @@ class _Findings:
             if count:
                 yield f"rewards of {count} texts differ {how}"
 
+    def _ungraded(self) -> Iterator[tuple[str, str]]:
+        return ((name, f"it cannot grade {name!r}: {why}") for why, name in self._errors.items())
+
+    def _unpaid_rows(self) -> str:
+        return (
+            "the right answer earns no more than a wrong one, however it is written, in "
+            f"{len(self._unpaid)} of {self._rows} rows, first {self._unpaid[0]}"
+        )
+
     def _notes(self, per_iteration: int) -> Iterator[str]:
+        # No completion is as long, but what fails here may be slow before.
+        yield from (why for name, why in self._ungraded() if name == MEGABYTE)
+        if self._unpaid and not self._sure:
+            yield f"{self._unpaid_rows()}; perhaps the column {self._column!r} holds no answers"
         idle = [name for name in RIGHT_FORMS if self._rewards.get(name) and not self._full[name]]
         if idle and len(idle) < len(RIGHT_FORMS) and not self._unpaid:
             yield f"the right answer is not paid in full {', '.join(idle)}"
@@ -270,15 +283,24 @@ def _types(prompt: Prompt) -> tuple[tuple[str, type], ...]:
     return tuple((name, type(value)) for name, value in sorted(prompt.columns.items()))
 
 
-def _answer_column(functions: Iterable[RewardFunction], prompts: Sequence[Prompt]) -> str:
-    """Return the column of the answers that the rewards read; empty if there is none."""
+def _answer_column(
+    functions: Iterable[RewardFunction], prompts: Sequence[Prompt]
+) -> tuple[str, bool]:
+    """Return the column of the answers that rewards read, and whether it is one for certain.
+
+    It is not if its name does not say so, or if rewards take whatever there is; the name is empty
+    if there is no such column.
+    """
     parameters = [p for f in functions for p in signature(f).parameters.values()]
     takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
-    taken = {p.name for p in parameters} | (set(ANSWER_COLUMNS) if takes_all else set())
-    names = dict.fromkeys(
+    taken = {p.name for p in parameters}
+    held = dict.fromkeys(
         name for prompt in prompts for name, value in prompt.columns.items() if _is_answer(value)
     )
-    return next((name for name in (*ANSWER_COLUMNS, *names) if name in taken and name in names), "")
+    certain = [name for name in ANSWER_COLUMNS if name in held and name in taken]
+    possible = [name for name in ANSWER_COLUMNS if name in held and takes_all]
+    others = [name for name in held if name in taken]
+    return next(iter((*certain, *possible, *others)), ""), bool(certain)
 
 
 def _is_answer(value: Any) -> bool:

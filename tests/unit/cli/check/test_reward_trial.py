@@ -117,6 +117,29 @@ def test_rows_of_another_type_are_tried_too_and_their_answers_named():
     assert "in 1 of 7 rows, first 78 (int, row " in fault
 
 
+def of_anything(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def of_code(completions, tests):
+    return [float(text.startswith("def ")) for text in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "rows"),
+    [
+        (of_anything, ROWS_OF_TEXT),
+        (of_code, [{"prompt": f"{n}", "tests": f"assert f() == {n}"} for n in range(10, 40)]),
+    ],
+)
+def test_what_may_be_no_answer_is_no_fault(reward, rows):
+    verdict = trial(reward, rows=rows).run(8)
+    assert verdict.faults == []
+    assert any("holds no answers" in note for note in verdict.notes)
+    beyond = [note for note in verdict.notes if "it cannot grade 'a megabyte'" in note]
+    assert len(beyond) == (reward is of_anything)
+
+
 def test_a_reward_without_answers_is_tried_on_what_is_left():
     verdict = trial(fewest_numbers, rows=[{"prompt": "12="}, {"prompt": "34="}]).run(8)
     assert verdict.faults == []
