@@ -114,6 +114,10 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             return "servers at urls may lack --enable-lora; if they have it, set adapters: apart"
         return super().must_merge(rank)
 
+    def _lacks_adapters(self) -> str | None:
+        # What vLLM there is at urls, each says when it is connected.
+        return None if self.urls is not None else super()._lacks_adapters()
+
     def configure_length(self, longest: Callable[[], int | None]) -> None:
         if self.urls is None:  # else the servers have theirs
             super().configure_length(longest)

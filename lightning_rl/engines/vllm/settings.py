@@ -16,6 +16,7 @@ from lightning_rl.engines.vllm.lora import RANKS, lora_options
 from lightning_rl.engines.vllm.start import graphs, lasting
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.processes import dist
+from lightning_rl.run.processes.machine import lacks_adapters, read_vllm_version
 
 _log = logging.getLogger(__name__)
 
@@ -251,6 +252,8 @@ class VLLMEngine(LoRAEngine):
         return weights + int(self._settings.kv_cache_gb * 2**30), share
 
     def must_merge(self, rank: int) -> str | None:
+        if (why := self._lacks_adapters()) is not None:
+            return why
         settings = self._settings
         if rank > RANKS[-1]:
             return f"vLLM supports rank {RANKS[-1]} at most, but lora has {rank}"
@@ -265,6 +268,10 @@ class VLLMEngine(LoRAEngine):
             if parts > 1:
                 return f"with {name}={parts} that is not tested"
         return None
+
+    def _lacks_adapters(self) -> str | None:
+        """Return why the installed vLLM cannot keep adapters unmerged; None if it can."""
+        return lacks_adapters(read_vllm_version())
 
 
 @cache

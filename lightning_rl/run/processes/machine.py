@@ -161,6 +161,9 @@ ALLOW_SANDBOX = (
 IN_PROCESS = SpecifierSet(">=0.28,<0.33")
 """The versions that ``VLLMLocal`` supports."""
 
+_ADAPTERS = SpecifierSet(">=0.28")
+"""The versions with which engines can keep a LoRA apart from its base."""
+
 _LACKING = (
     (
         SpecifierSet("<0.32"),
@@ -195,6 +198,16 @@ def lacking(version: str) -> list[str]:
     """List the features of this library that do not work with a supported version of vLLM."""
     release = _release(version)
     return [why for older, why in _LACKING if older.contains(release, prereleases=True)]
+
+
+def lacks_adapters(version: str | None) -> str | None:
+    """Return why this version of vLLM cannot keep a LoRA apart from its base; None if it can."""
+    if version is None or _ADAPTERS.contains(_release(version), prereleases=True):
+        return None
+    return (
+        f"vLLM {version} cannot take new base weights while it holds a LoRA; install "
+        f"vLLM {_ADAPTERS}"
+    )
 
 
 def _release(version: str) -> str:
