@@ -11,7 +11,6 @@ import torch
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RerunRecorder
 from lightning_rl.cli.check.memory import in_units
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.learn.frozen_base import adapted
 from lightning_rl.learn.optimizer_state import state_bytes
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.run.hooks import find_callbacks, use_own_saver
@@ -122,13 +121,11 @@ def _kept(kind: str, size: int, saver: IterationCheckpoint | HFExport, best: int
 
 def _checkpoint(module: RolloutModule) -> int:
     """Return the bytes of a checkpoint: weights, without a LoRA's base, and the optimizers."""
-    base = {p for policy in adapted(module).values() for p in policy.lm.parameters()}
-    skipped = {p for p in base if not p.requires_grad}
-    weights = sum(p.nbytes for p in module.parameters() if p not in skipped)
+    size = sum(p.nbytes for p in module.checkpointed_parameters())
     for policy in module.policies.values():
         trained = [p.shape for p in policy.loaded_policy.parameters() if p.requires_grad]
-        weights += state_bytes(policy.optimizer, trained, torch.float32)[1]
-    return weights
+        size += state_bytes(policy.optimizer, trained, torch.float32)[1]
+    return size
 
 
 def _export(module: RolloutModule, export: HFExport) -> int:
