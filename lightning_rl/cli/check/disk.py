@@ -40,7 +40,7 @@ class Kept:
 
     def __str__(self) -> str:
         if self.count is None:
-            return f"{self.kind} of at most {in_units(self.size)} an iteration"
+            return f"{self.kind} of at most {self.size / 2**10:,.0f} KiB an iteration"
         times = "once" if self.count == 1 else f"at most {self.count} at once"
         return f"{self.kind} of {in_units(self.size)}, {times}"
 
