@@ -1,4 +1,4 @@
-"""What does a reward in pure Python cost the training step beside it?
+"""The benchmark measures what a reward in pure Python costs the training step beside it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.switch_interval [--save]
 

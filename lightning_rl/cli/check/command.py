@@ -151,9 +151,9 @@ def _check(cli: "Built", own: argparse.Namespace) -> str | None:
             return None if fits else too_small
         module.configure_model()
         lines, memory = training_plan(module, data, prompts, planned_device(trainer, card_gb))
-        print("\n".join(lines))
         longest = max(len(prompt.token_ids) for prompt in prompts)
-        print("\n".join(disk_plan(module, data, cli.place, cli.logged, longest).lines()))
+        disk = disk_plan(module, data, cli.place, cli.logged, longest)
+        print("\n".join([*lines, *disk.lines()]))
         plan = card_plan(module, data, memory, card_gb)
         if plan is not None:
             print("\n".join(plan.lines()))

@@ -1,4 +1,4 @@
-"""What a run writes, and when the disk has no more room for it."""
+"""The disk plan: the files that a run keeps, and when there is no more room for them."""
 
 import shutil
 from bisect import bisect_right
@@ -47,7 +47,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class DiskPlan:
-    """What a run of ``iterations`` (None: it does not say) keeps on a disk with ``free`` bytes."""
+    """The files that a run keeps on a disk with ``free`` bytes.
+
+    ``iterations`` is the run's length; None: it does not say.
+    """
 
     kept: list[Kept]
     iterations: int | None

@@ -42,7 +42,7 @@ _OTHER_DIGITS = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 @dataclass(frozen=True)
 class Graded:
-    """What a text was paid; ``error`` is why it could not be graded."""
+    """A text with the reward that it got; ``error`` is why it could not be graded."""
 
     name: str
     text: str
@@ -53,7 +53,7 @@ class Graded:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found: ``faults`` would harm a run, and ``notes`` are to be known."""
+    """The findings on rewards: ``faults`` would harm a run, and ``notes`` are to be known."""
 
     lines: list[str]
     faults: list[str]
