@@ -13,6 +13,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.models.heads import SeparateValueHead, SharedValueHead
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
+from lightning_rl.models.pretrained import Loading
 from lightning_rl.models.recompute import Recompute
 from lightning_rl.rollout import Picture, Placed, Prompt, Rollout, Row
 from lightning_rl.vision.training import Vision
@@ -23,7 +24,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "frozen": {},
     "trained": {"vision": TRAINED, "value_head": SharedValueHead()},
     "separate": {"vision": TRAINED, "value_head": SeparateValueHead()},
-    "recomputed": {"vision": TRAINED, "gradient_checkpointing": Recompute(every=2, inputs="host")},
+    "recomputed": {
+        "vision": TRAINED,
+        "loading": Loading(gradient_checkpointing=Recompute(every=2, inputs="host")),
+    },
     "lora": {"vision": TRAINED, "lora": LoRA(rank=2)},
 }
 
