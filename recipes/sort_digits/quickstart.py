@@ -27,7 +27,7 @@ ENVIRONMENT = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all steps; returns 0 if held-out accuracy ends at 0.90 or more, or not all were run."""
+    """Run all steps; returns 0 if held-out accuracy ends at 0.80 or more, or not all were run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sft_steps", type=int, help="of the warm start; default: sft.yaml's")
     parser.add_argument("--iterations", type=int, help="of GRPO; default: grpo.yaml's")
@@ -42,8 +42,8 @@ def main(arguments: Sequence[str]) -> int:
     fit("grpo.yaml", "--data.iterations_per_epoch", given.iterations, *engine)
     accuracy = report(newest_run(OUT / "grpo"), time.perf_counter() - begin)
     whole = given.sft_steps is None and given.iterations is None
-    if whole and accuracy < 0.90:
-        print(f"accuracy {accuracy:.3f} is below the 0.90 that this recipe should reach")
+    if whole and accuracy < 0.80:
+        print(f"accuracy {accuracy:.3f} is below the 0.80 that this recipe should reach")
         return 1
     return 0
 

@@ -177,7 +177,7 @@ def test_a_policy_that_gets_worse_is_told_of_by_value_bound_and_what_to_try(
     assert "(rewards)" in rewards
     assert "(evaluation)" in evaluation
     assert "eval/reward_mean of 64 prompts is " in evaluation
-    assert "the mean reward is " in rewards
+    assert "the mean reward of the last 3 iterations is " in rewards
     for text in said:
         assert "bound" in text
         assert "lower the learning rate" in text

@@ -1,6 +1,7 @@
 """Each part of Lightning through ``lightning-rl fit``: the word that docs/api/lightning.md has."""
 
 import json
+import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,6 +84,8 @@ def place(workplace: Path):
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark = False
     torch.autograd.set_detect_anomaly(False)
+    if "wandb" in sys.modules:  # which goes on recording into the run that it has open
+        sys.modules["wandb"].finish()
     if torch.distributed.is_initialized() and not grouped:
         torch.distributed.destroy_process_group()
 

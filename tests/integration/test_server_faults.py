@@ -164,7 +164,7 @@ def test_a_stuck_peer_that_is_not_ours_is_waited_for(
                 "left out after the timeout, here 3 s; requests wait for it",
             ):
                 transport.push(scaled(weights, 0.8).items(), 2)
-                assert not visitor.replicas[0].alive
+                assert theirs.version < 2  # the visitor may be trying at this moment to reach it
             waiting = asyncio.run_coroutine_threadsafe(
                 visitor.generate(PROMPTS[0], Sampling(max_tokens=4), 0), runtime.loop
             )

@@ -226,7 +226,9 @@ LOGGERS = {
     "TensorBoardLogger": [
         flag("logger", "{class_path: TensorBoardLogger, init_args: {save_dir: logs}}")
     ],
-    "WandbLogger": [flag("logger", "{class_path: WandbLogger, init_args: {offline: true}}")],
+    "WandbLogger": [
+        flag("logger", "{class_path: WandbLogger, init_args: {save_dir: logs, offline: true}}")
+    ],
     "MLFlowLogger": [
         Case(NEEDS, ("--trainer.logger={class_path: MLFlowLogger}",), None, "mlflow", "mlflow")
     ],
