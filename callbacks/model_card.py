@@ -19,6 +19,7 @@ from lightning_rl.callbacks.report import (
     installed_versions,
     plot_curves,
 )
+from lightning_rl.config import secrets
 from lightning_rl.config.yaml_text import dump_yaml
 from lightning_rl.data.rollouts.ledger import FILE, Ledger, digest_of_file
 from lightning_rl.engines.vllm.lora import RANKS
@@ -30,8 +31,6 @@ from lightning_rl.run.hooks import find_callbacks
 
 _SECRET = re.compile(r"(^|_)(key|token|secret|password)s?$", re.IGNORECASE)
 """Matches keys whose values are secret."""
-_LOGIN = re.compile(r"://[^/@\s]+@")
-"""Matches a name and a password in a URL."""
 
 _WHOLE = """```python
 from transformers import {model}, {reader}
@@ -228,7 +227,7 @@ def _is_local(base: str) -> bool:
 
 
 def without_secrets(configuration: str) -> str:
-    """Return a YAML configuration without secrets: values of secret keys, and logins in URLs."""
+    """Return a YAML configuration without secrets: by the names of keys, and by their form."""
     return dump_yaml(_masked(yaml.safe_load(configuration)))
 
 
@@ -238,5 +237,5 @@ def _masked(value: Any, key: str = "") -> Any:
     if isinstance(value, list):
         return [_masked(inner, key) for inner in value]
     if isinstance(value, str):
-        return "***" if _SECRET.search(key) else _LOGIN.sub("://***@", value)
+        return secrets.HIDDEN if _SECRET.search(key) else secrets.without_secrets(value)
     return value
