@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from lightning_rl.cli.audit.claims import same
-from lightning_rl.cli.rerun.compare import IterationRerun, identical, rerun_iteration
+from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration, within_rounding
 from lightning_rl.cli.rerun.rebuild import remade
 from lightning_rl.cli.rerun.rollouts import (
     RolloutRerun,
@@ -21,11 +21,6 @@ from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.data.rollouts.log import first_difference
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Rollout, RolloutStatus
-
-CLOSE = 1e-3
-"""Tolerance of metrics, relative to the larger value, for rounding on another machine."""
-NEAR_ZERO = 1e-4
-"""Absolute tolerance of metrics that are zero but for rounding, such as logprob gaps in nats."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +74,7 @@ class IterationVerdict:
         recorded = self.rerun.recorded.metrics
         for name, now in self.rerun.again.metrics.items():
             was = recorded.get(name, math.nan)
-            if not (
-                identical(was, now) or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)
-            ):
+            if not within_rounding(was, now):
                 return name
         return None
 

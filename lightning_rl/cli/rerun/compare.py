@@ -1,10 +1,12 @@
 """Repeats an iteration, and reports where it first differs from the recorded one."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 
 from lightning_rl.callbacks.rerun_recorder import environment_of
 from lightning_rl.cli.rerun.rebuild import Remade, remade
@@ -74,13 +76,19 @@ class IterationRerun:
         return f"differ since version {self.diverged_at}, now first in {name}"
 
 
-def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) -> IterationRerun:
+def rerun_iteration(
+    run: RecordedRun,
+    iteration: int,
+    since: int | None = None,
+    observers: Sequence[Callback] = (),
+) -> IterationRerun:
     """Train iteration ``iteration`` again on its recorded rollouts, from the nearest weights kept.
 
     Args:
         run: the recorded run.
         iteration: its number, from 1; its rollouts and metrics must be recorded.
         since: start from the kept weights of this version; None: the nearest.
+        observers: callbacks that watch the training.
 
     Raises:
         ConfigError: if the run's configuration does not work here.
@@ -93,7 +101,7 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
         raise DataError(
             f"{run.path} did not record the results of iteration {iteration} (recorded: {held})"
         )
-    with remade(run, iteration, iteration - 1, since) as made:
+    with remade(run, iteration, iteration - 1, since, observers) as made:
         checkpoint = next((k for k in run.kept if k.version == iteration), None)
         if not made.trainer.is_global_zero:  # which gathers what is sharded
             checkpoint = None
@@ -110,17 +118,29 @@ def rerun_iteration(run: RecordedRun, iteration: int, since: int | None = None) 
 
 def _compared(checkpoint: dict[str, Any], made: Remade) -> str:
     """Return the first entry that is not equal bit by bit; "" if all are."""
-    state = made.state
+    state = made.checkpoint["state_dict"]
     for name, weight in checkpoint["state_dict"].items():
         if name not in state or not torch.equal(weight, state[name].cpu()):
             return str(name)
-    for kept, optimizer in zip(checkpoint["optimizer_states"], made.optimizers, strict=True):
+    states = (checkpoint["optimizer_states"], made.checkpoint["optimizer_states"])
+    for kept, optimizer in zip(*states, strict=True):
         for parameter, values in kept["state"].items():
             for name, value in values.items():
                 now = optimizer["state"][parameter][name]
                 if not torch.equal(torch.as_tensor(value), torch.as_tensor(now).cpu()):
                     return f"{name} of the optimizer's parameter {parameter}"
     return ""
+
+
+CLOSE = 1e-3
+"""Tolerance of metrics, relative to the larger value, for rounding on another machine."""
+NEAR_ZERO = 1e-4
+"""Absolute tolerance of metrics that are zero but for rounding, such as logprob gaps in nats."""
+
+
+def within_rounding(was: float, now: float) -> bool:
+    """Return True if a metric differs by no more than rounding on another machine explains."""
+    return identical(was, now) or math.isclose(was, now, rel_tol=CLOSE, abs_tol=NEAR_ZERO)
 
 
 def identical(was: float, now: float) -> bool:

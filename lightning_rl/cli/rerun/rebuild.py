@@ -69,8 +69,8 @@ class Remade:
     """A version of the weights, rebuilt from ``kept``, and the run's other parts.
 
     The trainer has no loggers or other observers. ``outcomes`` holds the result of each version on
-    the way; ``state`` and ``optimizers`` are those of a checkpoint, if anything was trained; on
-    ranks above 0 they may be empty.
+    the way; ``checkpoint`` is what a checkpoint of it would hold, if anything was trained; on ranks
+    above 0 parts of it may be empty.
     """
 
     kept: KeptWeights
@@ -79,8 +79,7 @@ class Remade:
     trainer: Trainer
     transport: WeightTransport
     outcomes: dict[int, Outcome] = field(default_factory=dict)
-    state: dict[str, Any] = field(default_factory=dict)
-    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    checkpoint: dict[str, Any] = field(default_factory=dict)
 
     @property
     def policy(self) -> PolicyModule:
@@ -108,7 +107,11 @@ class Remade:
 
 @contextmanager
 def remade(
-    run: RecordedRun, version: int, latest: int, since: int | None = None
+    run: RecordedRun,
+    version: int,
+    latest: int,
+    since: int | None = None,
+    observers: Sequence[Callback] = (),
 ) -> Iterator[Remade]:
     """Rebuild a version of the weights: from the nearest kept ones, on the recorded rollouts.
 
@@ -121,6 +124,7 @@ def remade(
         latest: the latest version to begin with; the parts are built from the configuration of the
             training after it.
         since: begin with the kept weights of this version; None: the nearest.
+        observers: callbacks that watch the training, before any of the run's callbacks acts.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
@@ -148,7 +152,7 @@ def remade(
         else:
             _require_ranks(run, range(kept.version + 1, version + 1), cli.trainer.world_size)
             # First, so that whatever takes part sees the weights that were kept.
-            callbacks.insert(0, _Retraining(made))
+            callbacks[:0] = [_Retraining(made), *observers]
             batches = _RecordedBatches(run, kept.version, version - kept.version)
             cli.trainer.fit(cli.model, datamodule=batches)
         yield made
@@ -207,9 +211,7 @@ class _Retraining(RLCallback):
         self.made.outcomes[found.version] = found
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        self.made.state = strategy.lightning_module_state_dict()
-        self.made.optimizers = [strategy.optimizer_state(o) for o in trainer.optimizers]
+        self.made.checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
 class _RecordedBatches(LightningDataModule):

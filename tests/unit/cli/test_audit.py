@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rl.cli.audit.repetition import CLOSE, IterationVerdict
-from lightning_rl.cli.rerun.compare import IterationRerun
+from lightning_rl.cli.audit.repetition import IterationVerdict
+from lightning_rl.cli.rerun.compare import CLOSE, IterationRerun
 from lightning_rl.cli.rerun.run import KeptWeights
 from lightning_rl.data.rollouts.log import Outcome
 
