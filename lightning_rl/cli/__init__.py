@@ -67,6 +67,14 @@ COMMANDS = {
         "lightning_rl.cli.audit",
         "check a run's files against its ledger, and repeat a share of its iterations",
     ),
+    "pack": Command(
+        "lightning_rl.cli.pack.packing",
+        "write one update of a run to a file, to make it again elsewhere",
+    ),
+    "unpack": Command(
+        "lightning_rl.cli.pack.unpacking",
+        "check such a file, write its run directory, and make its update again",
+    ),
     "check": Command(
         "lightning_rl.cli.check.command",
         "show what a configuration does, and a first rollout; writes nothing",
@@ -210,11 +218,11 @@ def _search_working_directory(arguments: list[str]) -> None:
     """Search the working directory for rewards and prompt factories, which have import paths.
 
     An untrusted folder may hold a ``yaml.py``, though: with ``--trusted_only`` nothing is imported
-    from it, and with ``--trust`` only modules that are not installed.
+    from it, and with ``--trust`` only modules that are not installed. ``unpack`` always does so.
     """
     here = os.getcwd()
     names = {argument.partition("=")[0] for argument in arguments}
-    if not names & {"--trust", "--trusted_only"}:
+    if arguments[0] != "unpack" and not names & {"--trust", "--trusted_only"}:
         if here not in sys.path:
             sys.path.insert(0, here)
         return

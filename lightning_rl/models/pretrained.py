@@ -59,7 +59,7 @@ REFUSED = {
 }
 
 
-_OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
+OF_FILES = ("revision", "code_revision", "subfolder", "cache_dir", "token", "local_files_only")
 """Arguments that locate files, which tokenizers and processors need too."""
 
 
@@ -100,7 +100,7 @@ class Loading:
     @property
     def of_files(self) -> dict[str, Any]:
         """Arguments for tokenizers and processors."""
-        given = {name: v for name, v in self.model_kwargs.items() if name in _OF_FILES}
+        given = {name: v for name, v in self.model_kwargs.items() if name in OF_FILES}
         return {"trust_remote_code": self.trust_remote_code, **given}
 
     def copy_code(self, model: str, directory: str | Path) -> None:

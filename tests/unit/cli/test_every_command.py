@@ -10,6 +10,8 @@ NEEDED = {
     "view": ["runs"],
     "rerun": ["run", "--iteration", "1"],
     "audit": ["run"],
+    "pack": ["run", "--iteration", "1"],
+    "unpack": ["step.zip"],
     "help": ["PolicyModule"],
     "convert": ["train.py"],
 }

@@ -1,0 +1,179 @@
+"""Test packs of real runs: made again elsewhere, differences found, strangers' refused."""
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from lightning_rl.cli import main
+from lightning_rl.cli.pack.archive import extract_archive, write_archive
+from lightning_rl.cli.rerun.run import RecordedRun
+from tests.support.recorded_run import make_place, stand_in, train
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return make_place(tmp_path_factory.mktemp("pack"))
+
+
+@pytest.fixture(scope="module")
+def finished(place, tiny_model) -> Path:
+    """Run four iterations; the weights of versions 2 and 4 are kept."""
+    return train(place, tiny_model)
+
+
+@pytest.fixture(autouse=True)
+def _there(place, monkeypatch) -> None:
+    stand_in(place, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def step(place, finished) -> Path:
+    """Return a pack of iteration 3."""
+    with pytest.MonkeyPatch.context() as patch:
+        stand_in(place, patch)
+        assert main(["pack", str(finished), "--iteration", "3", "--out", "step.zip"]) == 0
+    return place / "step.zip"
+
+
+def changed(step: Path, folder: Path, change) -> Path:
+    """Return a copy of a pack in which some members were changed."""
+    extract_archive(step, folder / "parts")
+    change(folder / "parts")
+    write_archive(folder / "parts", folder / "changed.zip")
+    return folder / "changed.zip"
+
+
+def test_a_step_is_made_again_elsewhere_bit_by_bit(step, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)  # with neither prompts, rewards nor the model
+    assert main(["unpack", str(step), "--run", "--out", "run"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "wrote the run directory run, for iteration 3"
+    assert said[-1] == "equal to the bit"
+    kept = RecordedRun(tmp_path / "run").kept
+    assert [one.version for one in kept] == [0, 2]
+    assert main(["unpack", str(step), "--run", "--out", "run"]) == 2
+    assert "--out run exists" in capsys.readouterr().err
+
+
+def test_a_pack_names_nothing_of_this_machine(step, place, tiny_model, tmp_path):
+    about = extract_archive(step, tmp_path / "parts")
+    assert about["processes"] == 1
+    assert "the data module, since recorded rollouts are trained on" in about["left_out"]
+    for file in (tmp_path / "parts").rglob("*.*"):
+        content = file.read_bytes()
+        for folder in (place, tiny_model, Path.home()):
+            assert f"{folder}/".encode() not in content, file
+        assert b"rerun_rewards" not in content, file  # the user's code
+    config = yaml.safe_load((tmp_path / "parts/config.yaml").read_text())
+    assert config["model"]["init_args"]["model"] == "models/0"
+    assert config["model"]["init_args"]["loading"]["random_init"] is True
+    assert not list((tmp_path / "parts/models/0").glob("*.safetensors"))
+
+
+def test_the_first_stage_that_differs_is_named(step, tmp_path, capsys):
+    def scale(parts: Path) -> None:
+        file = parts / "config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["model"]["init_args"]["advantage"]["init_args"]["normalize_std"] = False
+        file.write_text(yaml.safe_dump(config))
+
+    changed_step = changed(step, tmp_path, scale)
+    assert main(["unpack", str(changed_step), "--run", "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "different: column advantages"
+
+
+def test_weights_that_changed_are_named(step, tmp_path, capsys):
+    def shift(parts: Path) -> None:
+        tensors = load_file(parts / "checkpoint.safetensors")
+        name = "state_dict.policy.lm.model.norm.weight"
+        tensors[name] = tensors[name] + torch.finfo(torch.float32).eps
+        save_file(tensors, parts / "checkpoint.safetensors")
+
+    changed_step = changed(step, tmp_path, shift)
+    assert main(["unpack", str(changed_step), "--run", "--out", str(tmp_path / "run")]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "different: the weights before the update"
+
+
+def test_a_strangers_code_is_not_run(step, tmp_path, monkeypatch, capsys):
+    def name_code(parts: Path) -> None:
+        file = parts / "config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["model"]["init_args"]["optimizer"] = {
+            "class_path": "os.system",
+            "init_args": {"command": "touch it_ran"},
+        }
+        file.write_text(yaml.safe_dump(config))
+
+    monkeypatch.chdir(tmp_path)
+    changed_step = changed(step, tmp_path, name_code)
+    assert main(["unpack", str(changed_step), "--run", "--out", "run"]) == 2
+    assert "'os.system' is not among the trusted modules" in capsys.readouterr().err
+    assert not (tmp_path / "it_ran").exists()
+
+
+def test_a_checkpoint_of_another_iteration_is_refused(step, tmp_path, capsys):
+    def renumber(parts: Path) -> None:
+        about = json.loads((parts / "pack.json").read_text())
+        (parts / "pack.json").write_text(json.dumps(about | {"iteration": 2}))
+
+    changed_step = changed(step, tmp_path, renumber)
+    assert main(["unpack", str(changed_step), "--out", str(tmp_path / "run")]) == 1
+    assert "is of version 2, but the update needs 1" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_step_whose_checkpoint_was_not_kept_is_packed(finished, tmp_path, capsys):
+    out = tmp_path / "step.zip"
+    told = ["--iteration", "4", "--texts", "hash", "--out", str(out)]
+    assert main(["pack", str(finished), *told]) == 0
+    assert "left out: texts of rollouts; their tokens are packed" in capsys.readouterr().out
+    assert main(["unpack", str(out), "--run", "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
+    rollouts = RecordedRun(tmp_path / "run").log.rollouts(4)
+    assert {len(r.completion) for r in rollouts} == {64}
+
+
+def test_the_first_step_begins_with_the_models_own_weights(finished, tmp_path, capsys):
+    out = tmp_path / "step.zip"
+    assert main(["pack", str(finished), "--iteration", "1", "--out", str(out)]) == 0
+    with zipfile.ZipFile(out) as archive:
+        assert "models/0/model.safetensors" in archive.namelist()
+        assert "checkpoint.json" not in archive.namelist()
+    assert main(["unpack", str(out), "--run", "--out", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
+
+
+def test_the_base_of_a_lora_is_packed_or_named(tiny_model, tmp_path, monkeypatch, capsys):
+    place = make_place(tmp_path)
+    finished = train(place, tiny_model, "--model.lora", "LoRA", "--model.kl", "null")
+    stand_in(place, monkeypatch)
+    pack = ["pack", str(finished), "--iteration", "3", "--out"]
+    assert main([*pack, "whole.zip"]) == 0
+    assert main([*pack, "adapters.zip", "--lora-only"]) == 0
+    assert main(["unpack", "whole.zip", "--run"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
+    assert main(["unpack", "adapters.zip", "--run"]) == 2
+    assert "name the model's directory with --model" in capsys.readouterr().err
+    other = shutil.copytree(tiny_model, place / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    assert main(["unpack", "adapters.zip", "--run", "--model", str(other)]) == 2
+    assert "model.norm.weight differs" in capsys.readouterr().err
+    assert main(["unpack", "adapters.zip", "--run", "--model", str(tiny_model)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
+
+
+def test_what_cannot_be_packed_is_said(finished, capsys):
+    assert main(["pack", str(finished), "--iteration", "9"]) == 2
+    said = capsys.readouterr().err
+    assert "did not record the results of iteration 9 (recorded: 0, 1, 2, 3, 4)" in said
+    assert main(["pack", str(finished), "--iteration", "3", "--lora-only"]) == 2
+    assert "the run trains no LoRA" in capsys.readouterr().err
