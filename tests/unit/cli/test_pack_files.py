@@ -6,6 +6,7 @@ import pickle
 import stat
 import zipfile
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from lightning_rl.cli import main
 from lightning_rl.cli.pack.archive import extract_archive, write_archive
-from lightning_rl.cli.pack.configuration import anonymous
+from lightning_rl.cli.pack.configuration import anonymous, write_code
 from lightning_rl.cli.pack.observation import Observation, verdict
 from lightning_rl.cli.pack.rollouts import packed
 from lightning_rl.cli.pack.trees import read_tree, write_tree
@@ -302,3 +303,28 @@ def test_rounding_is_told_from_a_fault(now, made, says, same):
 def test_what_is_no_observation_is_refused(tree):
     with pytest.raises(DataError, match="holds no observation"):
         Observation.of(tree)
+
+
+# ---------------------------------------------------------------- code
+
+
+def test_the_users_own_code_is_written_without_secrets(tmp_path, monkeypatch):
+    key = "hf_" + "Ab3" * 11
+    (tmp_path / "packed_loss.py").write_text(f'KEY = "{key}"\n\n\nclass Loss:\n    pass\n')
+    (tmp_path / "packed_more.py").write_text("def more():\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_module("packed_more")
+    tree = {
+        "loss": {"class_path": "packed_loss.Loss"},
+        "learner": "packed_more.more",
+        "optimizer": {"class_path": "torch.optim.AdamW"},
+        "advantage": {"class_path": "lightning_rl.GRPO"},
+        "texts": ["Hello. How are you?", "never_imported.name"],
+    }
+    assert write_code(tree, tmp_path / "code") == ["packed_loss", "packed_more"]
+    text = (tmp_path / "code/packed_loss.py").read_text()
+    assert text.startswith('KEY = "***"\n')
+    assert sorted(p.name for p in (tmp_path / "code").iterdir()) == [
+        "packed_loss.py",
+        "packed_more.py",
+    ]
