@@ -79,6 +79,10 @@ COMMANDS = {
         "lightning_rl.cli.check.command",
         "show what a configuration does, and a first rollout; writes nothing",
     ),
+    "rehearse": Command(
+        "lightning_rl.cli.rehearse",
+        "try a big run as a small one on a CPU, and look for what would cost it hours",
+    ),
     "help": Command(
         "lightning_rl.cli.help", "show the arguments of a class: lightning-rl help PolicyModule"
     ),

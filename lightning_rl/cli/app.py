@@ -190,7 +190,7 @@ class RLCLI(LightningCLI):
         if isinstance(self.model, RolloutModule):
             for name, policy in self.model.policies.items():
                 key = f"model.init_args.policies.{name}." if name else "model."
-                _check_steps(policy, key, _planned_steps(self.trainer, self.datamodule, policy))
+                _check_steps(policy, key, planned_steps(self.trainer, self.datamodule, policy))
         elif isinstance(self.model, FiniteStepsModule):
             _check_steps(self.model, "model.")
         if isinstance(self.datamodule, RLDataModule):
@@ -248,7 +248,7 @@ def _start_loggers(trainer: Trainer) -> None:
             ) from error
 
 
-def _planned_steps(trainer: Trainer, data: Any, policy: Any) -> int:
+def planned_steps(trainer: Trainer, data: Any, policy: Any) -> int:
     """Return the most optimizer steps that a policy can take in a run; 1 if not known yet."""
     length, epochs = getattr(data, "iterations_per_epoch", None), trainer.max_epochs
     each, bounds = policy.update.steps, []

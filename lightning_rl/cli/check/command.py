@@ -123,7 +123,7 @@ def _check(cli: "Built", own: argparse.Namespace) -> str | None:
     warn_of_flags(trainer)
     print(f"configuration: good ({', '.join(names)} on {trainer.strategy.root_device})")
     if isinstance(data, CollectingDataModule):
-        _connect(cli)
+        connect(cli)
         tried = data.check(module)
         if tried is not None:
             print("\n".join(tried))
@@ -138,13 +138,13 @@ def _check(cli: "Built", own: argparse.Namespace) -> str | None:
         check_groups(data.groups_per_iteration, minibatches, gpus or trainer.world_size)
         data.load_prompts("fit")
         if own.rewards:
-            lines, faulty = try_rewards(data, data.load_tokenizer(module))
-            print("\n".join(lines))
-            return "rewards have faults" if faulty else None
+            verdicts = list(try_rewards(data, data.load_tokenizer(module)))
+            print("\n".join(line for verdict in verdicts for line in verdict.printed()))
+            return "rewards have faults" if any(v.faults for v in verdicts) else None
         each = (prompt for _, prompt in data.train_prompts.numbered())
         prompts = with_longest_whole(each, data.groups_per_iteration)
         print(_prompts(prompts, data))
-        print("".join(_require_monitored(callbacks_of(trainer), data)), end="")
+        print("".join(require_monitored(callbacks_of(trainer), data)), end="")
         if gpus is not None and card_gb is not None:
             lines, fits = choose(module, data, prompts, gpus, card_gb)
             print("\n".join(lines))
@@ -164,7 +164,7 @@ def _check(cli: "Built", own: argparse.Namespace) -> str | None:
         data.teardown("fit")
 
 
-def _connect(cli: RLCLI) -> None:
+def connect(cli: RLCLI) -> None:
     """Connect module and data module to the trainer, as a run would."""
     cli.trainer.strategy.connect(cli.model)
     cli.datamodule.trainer = cli.model.trainer = cli.trainer
@@ -191,7 +191,7 @@ def _prompts(prompts: Sequence[Prompt], data: RLDataModule) -> str:
     return "\n".join(lines)
 
 
-def _require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> list[str]:
+def require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> list[str]:
     """Check that evaluations record monitored metrics; list those only an iteration shows."""
     evaluates = any(isinstance(callback, Evaluate) for callback in callbacks)
     row: dict[str, float] = {}

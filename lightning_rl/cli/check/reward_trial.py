@@ -4,7 +4,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import Parameter, signature
 from typing import Any
@@ -42,37 +42,48 @@ _OTHER_DIGITS = str.maketrans("0123456789", "٠١٢٣٤٥٦٧٨٩")
 
 @dataclass(frozen=True)
 class Graded:
-    """A text with the reward that it got; ``error`` is why it could not be graded."""
+    """A text with the reward that it got; ``error`` is why it could not be graded.
+
+    ``cut``: sampling settings end a completion before the text does, so less was graded.
+    """
 
     name: str
     text: str
     reward: float
     error: str | None
     seconds: float
+    cut: bool = False
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The findings on rewards: ``faults`` would harm a run, and ``notes`` are to be known."""
+class RewardVerdict:
+    """The findings on rewards: ``faults`` would harm a run, and ``notes`` are to be known.
+
+    ``seconds`` is what grading an iteration takes at most, one completion after the other, and
+    ``best`` the most that a right answer earned; both are nan if nothing was tried.
+    """
 
     lines: list[str]
     faults: list[str]
     notes: list[str]
+    seconds: float = math.nan
+    best: float = math.nan
+
+    def printed(self) -> Iterator[str]:
+        """Yield all as lines of text."""
+        yield from self.lines
+        yield from (f"  fault: {one_line(fault, 400)}" for fault in self.faults)
+        yield from (f"  note: {note}" for note in self.notes)
 
 
-def try_rewards(data: RLDataModule, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
-    """Try the rewards of all prompt sets; returns what was found, and whether it has faults."""
-    lines, faulty = [], False
+def try_rewards(data: RLDataModule, tokenizer: PreTrainedTokenizerBase) -> Iterator[RewardVerdict]:
+    """Try the rewards of all prompt sets, one after the other."""
     for task in data.train_tasks:
         if unknown := _of_environments(task.rewards.functions):
-            lines.append(f"rewards{_named(task)}, not tried: an environment pays {unknown}")
-            continue
-        verdict = RewardTrial(task, tokenizer).run(data.groups_per_iteration * task.group_size)
-        faulty = faulty or bool(verdict.faults)
-        lines += verdict.lines
-        lines += [f"  fault: {one_line(fault, 400)}" for fault in verdict.faults]
-        lines += [f"  note: {note}" for note in verdict.notes]
-    return lines, faulty
+            line = f"rewards{_named(task)}, not tried: an environment pays {unknown}"
+            yield RewardVerdict([line], [], [])
+        else:
+            yield RewardTrial(task, tokenizer).run(data.groups_per_iteration * task.group_size)
 
 
 class RewardTrial:
@@ -89,6 +100,7 @@ class RewardTrial:
     def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
         self._task = task
         self._encode = cache(partial(tokenizer.encode, add_special_tokens=False))
+        self._decode = tokenizer.decode
         task.rewards.configure(tokenizer)
         if not (prompts := list(task.prompts.first(_KNOWN))):
             raise DataError(f"{task.prompts!r}: all prompts are too long; raise max_prompt_tokens")
@@ -96,10 +108,10 @@ class RewardTrial:
         self._column, self._sure = _answer_column(task.rewards.functions.values(), self._rows)
         self._answers = list(dict.fromkeys(self._answer(prompt) for prompt in prompts))
 
-    def run(self, per_iteration: int) -> Verdict:
+    def run(self, per_iteration: int) -> RewardVerdict:
         """Try all texts; ``per_iteration`` is the number of completions of an iteration."""
         tried = [self._try(prompt) for prompt in self._rows]
-        found = _Findings(_named(self._task), self._column, self._sure, len(tried))
+        found = _Findings(self._task, self._column, self._sure, len(tried))
         for prompt, graded in zip(self._rows, tried, strict=True):
             found.add(prompt, graded)
             self._again(prompt, graded, found)
@@ -110,7 +122,7 @@ class RewardTrial:
         answer, right = self._answer(prompt), []
         if answer:
             forms = RIGHT_FORMS.items()
-            right = [self._grade(prompt, name, form.format(answer)) for name, form in forms]
+            right = [self._as_sampled(prompt, name, form.format(answer)) for name, form in forms]
         sound = [graded for graded in right if graded.error is None]
         best = max(sound, key=lambda graded: graded.reward, default=None)
         form = RIGHT_FORMS["alone" if best is None else best.name]
@@ -142,6 +154,16 @@ class RewardTrial:
         together = self._rewards(prompt, sound)
         backwards = self._rewards(prompt, sound[::-1])[::-1]
         found.changed["with the order of a group"] += _differ(together, backwards)
+
+    def _as_sampled(self, prompt: Prompt, name: str, text: str) -> Graded:
+        """Grade as much of a text as an engine would write of it."""
+        sampling = self._task.sampling
+        ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
+        written = text[: min(ends, default=len(text))]
+        tokens = self._encode(written)
+        if len(tokens) > sampling.max_tokens:
+            written = str(self._decode(tokens[: sampling.max_tokens]))
+        return replace(self._grade(prompt, name, written), cut=written != text)
 
     def _grade(self, prompt: Prompt, name: str, text: str) -> Graded:
         rollout = self._rollout(prompt, text, 0)
@@ -177,8 +199,8 @@ class _Findings:
     ``sure``: the column holds answers that a reward reads; else only it may.
     """
 
-    def __init__(self, of: str, column: str, sure: bool, rows: int) -> None:
-        self._of = of
+    def __init__(self, task: Task, column: str, sure: bool, rows: int) -> None:
+        self._task = task
         self._column = column
         self._sure = sure
         self._rows = rows
@@ -188,6 +210,8 @@ class _Findings:
         self._longest = 0.0  # seconds for a megabyte
         self._errors: dict[str, str] = {}
         self._unpaid: list[str] = []
+        self._cut = 0  # rows whose right answer, in some form, is cut off and earns nothing
+        self._best = math.nan  # of all rows
         self.changed: Counter[str] = Counter()
 
     def add(self, prompt: Prompt, graded: Sequence[Graded]) -> None:
@@ -195,6 +219,8 @@ class _Findings:
         right = [reward for name, reward in sound.items() if name in RIGHT_FORMS]
         best = max(right, default=math.nan)
         pays = best > max(sound.get(OTHER, -math.inf), sound.get(EMPTY, -math.inf))
+        self._best = max(best, self._best) if pays else self._best
+        self._cut += not pays and any(one.cut for one in graded)
         for one in graded:
             if one.name == MEGABYTE:
                 self._longest = max(self._longest, one.seconds)
@@ -209,17 +235,19 @@ class _Findings:
             value = prompt.columns[self._column]
             self._unpaid.append(f"{value!r:.60} ({type(value).__name__}, row {prompt.id})")
 
-    def verdict(self, per_iteration: int) -> Verdict:
+    def verdict(self, per_iteration: int) -> RewardVerdict:
         if self._column:
             head = f"{self._rows} rows, whose answers are in the column {self._column!r}"
         else:
             head = f"{self._rows} rows; no column that a reward takes by name holds an answer"
-        lines = [f"rewards{self._of}, tried on {head}:"]
+        lines = [f"rewards{_named(self._task)}, tried on {head}:"]
         for name, rewards in self._rewards.items():
             shown = f"the answer {name}" if name in RIGHT_FORMS else name
             full = f"{self._full[name]} of {self._rows} rows in full" if self._column else ""
             lines.append(f"  {shown:26}{math.fsum(rewards) / len(rewards):8.3g}  {full}".rstrip())
-        return Verdict(lines, list(self._faults()), list(self._notes(per_iteration)))
+        slowest = sorted(self._seconds)[math.ceil(0.99 * len(self._seconds)) - 1]
+        notes = list(self._notes(slowest, per_iteration))
+        return RewardVerdict(lines, list(self._faults()), notes, slowest * per_iteration, self._best)
 
     def _faults(self) -> Iterator[str]:
         yield from (why for name, why in self._ungraded() if name != MEGABYTE)
@@ -236,12 +264,18 @@ class _Findings:
         return ((name, f"it cannot grade {name!r}: {why}") for why, name in self._errors.items())
 
     def _unpaid_rows(self) -> str:
+        sampling, why = self._task.sampling, ""
+        if self._cut:
+            why = (
+                f"; in {self._cut} of them sampling.stop={list(sampling.stop)} or "
+                f"sampling.max_tokens={sampling.max_tokens} ends it early"
+            )
         return (
             "the right answer earns no more than a wrong one, however it is written, in "
-            f"{len(self._unpaid)} of {self._rows} rows, first {self._unpaid[0]}"
+            f"{len(self._unpaid)} of {self._rows} rows, first {self._unpaid[0]}{why}"
         )
 
-    def _notes(self, per_iteration: int) -> Iterator[str]:
+    def _notes(self, slowest: float, per_iteration: int) -> Iterator[str]:
         # No completion is as long, but what fails here may be slow before.
         yield from (why for name, why in self._ungraded() if name == MEGABYTE)
         if self._unpaid and not self._sure:
@@ -249,7 +283,6 @@ class _Findings:
         idle = [name for name in RIGHT_FORMS if self._rewards.get(name) and not self._full[name]]
         if idle and len(idle) < len(RIGHT_FORMS) and not self._unpaid:
             yield f"the right answer is not paid in full {', '.join(idle)}"
-        slowest = sorted(self._seconds)[math.ceil(0.99 * len(self._seconds)) - 1]
         yield (
             f"99 of 100 calls took at most {slowest:.2g} s, and the longest text "
             f"{self._longest:.2g} s; an iteration's {per_iteration} completions, one after the "

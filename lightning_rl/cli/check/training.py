@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -217,13 +218,19 @@ def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
     if policy.lr_scheduler is None:
         return
     optimizer = policy.optimizer([Parameter(torch.zeros(1, 1))])
-    ends = getattr(policy.lr_scheduler(optimizer), "total_steps", None)
+    ends = end_of_schedule(policy.lr_scheduler(optimizer))
     if ends is None or plan.total_steps is None or ends == plan.total_steps:
         return
     yield (
         f"WARNING: the learning-rate schedule ends after total_steps={ends} optimizer steps, "
         f"but the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
     )
+
+
+def end_of_schedule(scheduler: Any) -> int | None:
+    """Return the optimizer step at which a learning-rate schedule ends; None if it does not say."""
+    end: int | None = getattr(scheduler, "total_steps", getattr(scheduler, "T_max", None))
+    return end
 
 
 def _engine(engine: Engine, elements: int) -> str:

@@ -1,0 +1,118 @@
+"""``lightning-rl rehearse``: a big run, tried as a small one on this machine."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.errors import ConfigError, LightningRLError, require_finite
+
+if TYPE_CHECKING:
+    from lightning_rl.cli.rehearse.findings import Finding
+
+_EPILOG = """\
+All other options are those of fit: --config FILE, --data.group_size 16, --trusted_only.
+Exit status: 0 if nothing was found, 1 if the run would waste, 2 if it would fail.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse the run that ``fit`` would begin with these arguments; returns the exit status."""
+    parser = CommandParser(
+        "rehearse",
+        "Try a run for little: look for faults that cost hours, then train, kill, resume, repeat, "
+        "evaluate and export it with a tiny model of the same architecture, on this machine's CPU.",
+        _EPILOG,
+    )
+    parser.add_argument("file", nargs="?", help="a configuration, as --config FILE")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="also write the verdict as HTML")
+    parser.add_argument("--no_run", action="store_true", help="look for faults, and train nothing")
+    card = "GiB of each of the run's GPUs: say whether the run fits on them"
+    parser.add_argument("--gpu_memory_gb", type=float, metavar="N", help=card)
+    # A positional argument would also take the value of an option of fit.
+    named = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
+    own, rest = parser.parse_known_args([*arguments[len(named) :]])
+    require_finite(**{"--gpu_memory_gb": own.gpu_memory_gb})
+    if named:
+        rest = [f"--config={named[0]}", *rest]
+    configs = [*named, *(a.partition("=")[2] for a in rest if a.startswith("--config="))]
+    from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
+
+    found: list[Finding] = []
+    with TemporaryDirectory(prefix="lightning_rl_") as scratch:
+        try:
+            for finding in rehearse(rest, Path(scratch), not own.no_run, own.gpu_memory_gb):
+                found.append(finding)
+                print(printable(f"{finding.kind.value}: {finding}"), file=sys.stderr, flush=True)
+        except LightningRLError as error:
+            found.append(Finding(Kind.FAILS, "", str(error)))
+    verdict = Verdict(Path(configs[0]).name if configs else "the run", found)
+    print(printable("\n".join(verdict.lines())))
+    if own.page is not None:
+        own.page.write_text(verdict.page(), encoding="utf-8")
+    return verdict.status
+
+
+def rehearse(
+    arguments: Sequence[str], folder: Path, run: bool = True, card_gb: float | None = None
+) -> Iterator["Finding"]:
+    """Yield what a rehearsal finds, as it finds it.
+
+    Args:
+        arguments: those of ``fit``.
+        folder: for the small model and its run; the caller deletes it.
+        run: also train, unless a fault was found that would end the run.
+        card_gb: GiB of memory of each GPU; None: the memory is not planned.
+
+    Raises:
+        ConfigError: if ``fit`` would refuse the configuration.
+        DataError: if it would refuse the data.
+    """
+    from lightning_rl.cli.app import RLCLI
+    from lightning_rl.cli.check.command import Built
+    from lightning_rl.cli.rehearse.findings import Kind
+    from lightning_rl.cli.rehearse.predictions import predict
+    from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
+    from lightning_rl.cli.rehearse.stages import Stages
+    from lightning_rl.config.yaml_text import dump_yaml
+    from lightning_rl.learn.policies import RolloutModule
+
+    class Read(RLCLI):
+        """Reads the configuration, and builds nothing."""
+
+        def instantiate_classes(self) -> None:
+            pass
+
+        def after_instantiate_classes(self) -> None:
+            pass
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    read = Read(["fit", *arguments])
+    parser = read._parser("fit")
+    tree = json.loads(parser.dump(read.config.fit, skip_unset=False, format="json"))
+    trust = [] if read.trusted is None else [f"--trust={module}" for module in read.trusted]
+    options = trust if read.trusted is None else ["--trusted_only", *trust]
+
+    def written(name: str, content: object) -> Path:
+        file = folder / name
+        file.write_text(dump_yaml(content), encoding="utf-8")
+        return file
+
+    planned = written("planned.yaml", without_weights(tree))
+    cli = Built(["--config", str(planned), *options], str(folder / "planned"))
+    failed = False
+    for finding in predict(cli, tree, world_size(tree), card_gb):
+        failed = failed or finding.kind is Kind.FAILS
+        yield finding
+    rollouts = isinstance(cli.model, RolloutModule)
+    if not run or failed:
+        return
+    notes: list[Finding] = []
+    small = written("small.yaml", Smaller(tree, folder, notes.append).make())
+    yield from notes
+    yield from Stages(small, folder, options, rollouts).findings()

@@ -1,0 +1,146 @@
+"""The small run itself: trained, killed, resumed, trained again, evaluated, exported and loaded."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.smaller import ITERATIONS
+from lightning_rl.data.rollouts.log import RerunLog
+from lightning_rl.rollout import RolloutStatus
+from lightning_rl.run.files.checkpoint_io import checkpoints_in
+from lightning_rl.run.files.newest_run import newest_run
+from lightning_rl.run.processes.child import Child, ending, last_lines
+
+STAGE_S = 900.0
+"""Seconds after which a stage counts as hanging."""
+_POLL_S = 0.1
+_ERROR = "lightning-rl: "
+
+
+class Stages:
+    """Runs the commands of a run's life, each in a process of its own.
+
+    Args:
+        config: the file of the small run.
+        folder: where that run writes to, as ``run/version_0``.
+        options: further options of each command, such as ``--trusted_only``.
+        rollouts: whether it learns from rollouts, which can be trained on again.
+    """
+
+    def __init__(
+        self, config: Path, folder: Path, options: Sequence[str], rollouts: bool
+    ) -> None:
+        self._config = ["--config", str(config), *options]
+        self._runs = folder / "run"
+        self._options = list(options)
+        self._rollouts = rollouts
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what each stage shows; a failure ends all that would need its result."""
+        failed = self._fit_and_kill()
+        if failed is not None:
+            yield failed
+            return
+        yield _tried("training, with all callbacks, to the first checkpoint; then a kill -9")
+        failed = self._stage("a resume", "fit", *self._config, "--ckpt_path=last")
+        if failed is not None:
+            yield failed
+            return
+        yield _tried(f"a resume from that checkpoint, to iteration {ITERATIONS}")
+        run = newest_run(self._runs)
+        assert run is not None  # a checkpoint was there
+        if self._rollouts:
+            yield from _rollouts(run)
+            again = ["rerun", str(run), "--iteration", str(ITERATIONS), *self._options]
+            failed = self._stage("an iteration trained again", *again)
+            yield failed or _tried("an iteration trained again: equal bit for bit")
+        last = str(checkpoints_in(run / "checkpoints")[0])
+        failed = self._stage("an evaluation", "validate", *self._config, f"--ckpt_path={last}")
+        yield failed or _tried("an evaluation of the last checkpoint")
+        yield from _exports(run)
+
+    def _fit_and_kill(self) -> Finding | None:
+        """Train until there is a checkpoint, and kill all processes then."""
+        child = _child("fit", *self._config)
+        try:
+            end = time.monotonic() + STAGE_S
+            while child.running and time.monotonic() < end:
+                run = newest_run(self._runs)
+                if run is not None and checkpoints_in(run / "checkpoints"):
+                    return None
+                child.ended_within(_POLL_S)
+            return _failure("training", child)
+        finally:
+            child.kill()
+
+    def _stage(self, what: str, *command: str) -> Finding | None:
+        """Run a command to its end; returns what is wrong, if anything is."""
+        child = _child(*command)
+        try:
+            child.ended_within(STAGE_S)
+            return None if child.status == 0 else _failure(what, child)
+        finally:
+            child.kill()
+
+
+def _child(*command: str) -> Child:
+    return Child([sys.executable, "-m", "lightning_rl", *command], log=True)
+
+
+def _tried(text: str) -> Finding:
+    return Finding(Kind.TRIED, "", text)
+
+
+def _failure(what: str, child: Child) -> Finding:
+    """Describe how a command failed, by its error message if it has one."""
+    output = child.printed(20_000)
+    lines = output.decode(errors="replace").splitlines()
+    errors = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
+    if errors:
+        said = " ".join(line.strip() for line in lines[errors[-1] :])
+        reason = f": {said.removeprefix(_ERROR)[:600]}"
+    else:
+        reason = last_lines(output, 3)
+    status = child.status
+    how = f"did not end within {STAGE_S:g} s" if status is None else ending(status)
+    return Finding(Kind.FAILS, "", f"{what} {how}{reason}")
+
+
+def _rollouts(run: Path) -> Iterator[Finding]:
+    """Yield what the rollouts of the small run show."""
+    rollouts = [rollout for rollout in RerunLog(run).all_rollouts() if not rollout.demonstration]
+    if errors := [rollout.error for rollout in rollouts if rollout.error is not None]:
+        share = f"{len(errors)} of {len(rollouts)} rollouts failed, first"
+        yield Finding(Kind.FAILS, "data", f"{share}: {errors[0]:.300}")
+    done = [rollout for rollout in rollouts if rollout.status is RolloutStatus.COMPLETED]
+    for reason in ("max_turns", "max_seconds"):
+        if done and all(rollout.finish_reason == reason for rollout in done):
+            yield Finding(
+                Kind.WASTES,
+                f"data.agent.{reason}",
+                f"all {len(done)} rollouts were ended by it, none by the environment",
+            )
+
+
+def _exports(run: Path) -> Iterator[Finding]:
+    """Load each exported model with transformers, and compute with it."""
+    for config in sorted((run / "hf").rglob("config.json")):
+        folder = config.parent
+        try:
+            lm = AutoModelForCausalLM.from_pretrained(folder)
+            ids = AutoTokenizer.from_pretrained(folder)("1 + 1", return_tensors="pt")["input_ids"]
+            with torch.no_grad():
+                finite = bool(torch.isfinite(lm(ids).logits).all())
+        except Exception as error:  # whatever transformers raises
+            text = f"the export cannot be loaded: {type(error).__name__}: {error!s:.300}"
+            yield Finding(Kind.FAILS, "trainer.callbacks.HFExport", text)
+            continue
+        if finite:
+            yield _tried("an export, loaded by transformers")
+        else:
+            yield Finding(Kind.FAILS, "trainer.callbacks.HFExport", "its logits are not finite")
