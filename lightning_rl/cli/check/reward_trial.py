@@ -247,7 +247,9 @@ class _Findings:
             lines.append(f"  {shown:26}{math.fsum(rewards) / len(rewards):8.3g}  {full}".rstrip())
         slowest = sorted(self._seconds)[math.ceil(0.99 * len(self._seconds)) - 1]
         notes = list(self._notes(slowest, per_iteration))
-        return RewardVerdict(lines, list(self._faults()), notes, slowest * per_iteration, self._best)
+        return RewardVerdict(
+            lines, list(self._faults()), notes, slowest * per_iteration, self._best
+        )
 
     def _faults(self) -> Iterator[str]:
         yield from (why for name, why in self._ungraded() if name != MEGABYTE)

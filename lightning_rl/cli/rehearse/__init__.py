@@ -5,10 +5,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_rl.cli.process import CommandParser, printable
-from lightning_rl.errors import ConfigError, LightningRLError, require_finite
+from lightning_rl.errors import LightningRLError, require_finite
 
 if TYPE_CHECKING:
     from lightning_rl.cli.rehearse.findings import Finding
@@ -41,13 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     configs = [*named, *(a.partition("=")[2] for a in rest if a.startswith("--config="))]
     from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
 
-    found: list[Finding] = []
+    request, found = read(rest), list[Finding]()
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         try:
-            for finding in rehearse(rest, Path(scratch), not own.no_run, own.gpu_memory_gb):
+            for finding in rehearse(request, Path(scratch), not own.no_run, own.gpu_memory_gb):
                 found.append(finding)
                 print(printable(f"{finding.kind.value}: {finding}"), file=sys.stderr, flush=True)
-        except LightningRLError as error:
+        except LightningRLError as error:  # fit would raise it too
             found.append(Finding(Kind.FAILS, "", str(error)))
     verdict = Verdict(Path(configs[0]).name if configs else "the run", found)
     print(printable("\n".join(verdict.lines())))
@@ -56,33 +56,22 @@ def main(arguments: Sequence[str]) -> int:
     return verdict.status
 
 
-def rehearse(
-    arguments: Sequence[str], folder: Path, run: bool = True, card_gb: float | None = None
-) -> Iterator["Finding"]:
-    """Yield what a rehearsal finds, as it finds it.
+class Request(NamedTuple):
+    """A run as it was asked for: its whole configuration, and which code it may use."""
 
-    Args:
-        arguments: those of ``fit``.
-        folder: for the small model and its run; the caller deletes it.
-        run: also train, unless a fault was found that would end the run.
-        card_gb: GiB of memory of each GPU; None: the memory is not planned.
+    tree: dict[str, Any]
+    options: list[str]
+
+
+def read(arguments: Sequence[str]) -> Request:
+    """Read a configuration, and build nothing.
 
     Raises:
-        ConfigError: if ``fit`` would refuse the configuration.
-        DataError: if it would refuse the data.
+        ConfigError: if ``fit`` would refuse it.
     """
     from lightning_rl.cli.app import RLCLI
-    from lightning_rl.cli.check.command import Built
-    from lightning_rl.cli.rehearse.findings import Kind
-    from lightning_rl.cli.rehearse.predictions import predict
-    from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
-    from lightning_rl.cli.rehearse.stages import Stages
-    from lightning_rl.config.yaml_text import dump_yaml
-    from lightning_rl.learn.policies import RolloutModule
 
     class Read(RLCLI):
-        """Reads the configuration, and builds nothing."""
-
         def instantiate_classes(self) -> None:
             pass
 
@@ -92,17 +81,41 @@ def rehearse(
         def _run_subcommand(self, subcommand: str) -> None:
             pass
 
-    read = Read(["fit", *arguments])
-    parser = read._parser("fit")
-    tree = json.loads(parser.dump(read.config.fit, skip_unset=False, format="json"))
-    trust = [] if read.trusted is None else [f"--trust={module}" for module in read.trusted]
-    options = trust if read.trusted is None else ["--trusted_only", *trust]
+    cli = Read(["fit", *arguments])
+    text = cli._parser("fit").dump(cli.config.fit, skip_unset=False, format="json")
+    trust = None if cli.trusted is None else [f"--trust={module}" for module in cli.trusted]
+    return Request(json.loads(text), [] if trust is None else ["--trusted_only", *trust])
 
-    def written(name: str, content: object) -> Path:
+
+def rehearse(
+    request: Request, folder: Path, run: bool = True, card_gb: float | None = None
+) -> Iterator["Finding"]:
+    """Yield what a rehearsal finds, as it finds it.
+
+    Args:
+        request: the run.
+        folder: for the small model and its run; the caller deletes it.
+        run: also train, unless a fault was found that would end the run.
+        card_gb: GiB of memory of each GPU; None: the memory is not planned.
+
+    Raises:
+        ConfigError: if ``fit`` would refuse the configuration.
+        DataError: if it would refuse the data.
+    """
+    from lightning_rl.cli.check.command import Built
+    from lightning_rl.cli.rehearse.findings import Kind
+    from lightning_rl.cli.rehearse.predictions import predict
+    from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
+    from lightning_rl.cli.rehearse.stages import Stages
+    from lightning_rl.config.yaml_text import dump_yaml
+    from lightning_rl.learn.policies import RolloutModule
+
+    def written(name: str, tree: dict[str, Any]) -> Path:
         file = folder / name
-        file.write_text(dump_yaml(content), encoding="utf-8")
+        file.write_text(dump_yaml(tree), encoding="utf-8")
         return file
 
+    tree, options = request
     planned = written("planned.yaml", without_weights(tree))
     cli = Built(["--config", str(planned), *options], str(folder / "planned"))
     failed = False

@@ -132,6 +132,7 @@ def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
             "data.evaluation.prompts",
             f"{same} of {len(groups)} held-out prompts are trained on, so accuracy shows memory",
         )
+    assert data.trainer is not None
     for callback in find_callbacks(data.trainer, Evaluate):
         asked = sum(map(len, groups))
         sampled = sum(task.group_size for task in data.train_tasks) / len(data.train_tasks)
@@ -190,16 +191,12 @@ def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
             )
         kind = Kind.TRIED if len(verdict.lines) > 1 else Kind.UNTRIED
         yield Finding(kind, "data.rewards", verdict.lines[0].rstrip(":"))
-    per_iteration = sum(task.group_size for task in data.train_tasks) * data.groups_per_iteration
     for task in data.train_tasks:
-        for name, function in task.rewards.functions.items():
+        asked = data.groups_per_iteration * task.group_size
+        for name, function in dict[str, object](task.rewards.functions).items():
             if isinstance(function, Remote):
-                yield Finding(
-                    Kind.TRIED,
-                    "data.rewards",
-                    f"{name} is asked about {per_iteration // len(data.train_tasks):,} completions "
-                    "an iteration",
-                )
+                text = f"{name} is asked about up to {asked:,} completions an iteration"
+                yield Finding(Kind.TRIED, "data.rewards", text)
 
 
 def _schedule(cli: Built) -> Iterator[Finding]:
@@ -224,10 +221,10 @@ def _intervals(cli: Built) -> Iterator[Finding]:
     if epochs is None or epochs < 1:
         return
     iterations = data.iterations_per_epoch * epochs
-    for kind in (Evaluate, IterationCheckpoint, HFExport):
-        for callback in find_callbacks(trainer, kind):
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, Evaluate | IterationCheckpoint | HFExport):
             if (every := callback.every_n_iterations) > iterations:
                 yield _wastes(
-                    f"trainer.callbacks.{kind.__name__}.every_n_iterations",
+                    f"trainer.callbacks.{type(callback).__name__}.every_n_iterations",
                     f"{every} is more than the run's {iterations} iterations",
                 )

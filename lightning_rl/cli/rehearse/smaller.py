@@ -223,9 +223,8 @@ class Smaller:
             selection["max_batches"] = min(rounds, _MAX_BATCHES)
 
     def _engine(self, engine: Any) -> Any:
-        name, given = class_of(engine), {}
-        if isinstance(engine, dict):
-            given = engine.get("init_args") or {}
+        name = class_of(engine)
+        given: Tree = engine.get("init_args") or {} if isinstance(engine, dict) else {}
         if name in _LOCAL_ENGINES:
             return {"class_path": name, "init_args": given | {"device": "cpu", "dtype": None}}
         if name not in (*_GPU_ENGINES, ""):

@@ -32,9 +32,7 @@ class Stages:
         rollouts: whether it learns from rollouts, which can be trained on again.
     """
 
-    def __init__(
-        self, config: Path, folder: Path, options: Sequence[str], rollouts: bool
-    ) -> None:
+    def __init__(self, config: Path, folder: Path, options: Sequence[str], rollouts: bool) -> None:
         self._config = ["--config", str(config), *options]
         self._runs = folder / "run"
         self._options = list(options)

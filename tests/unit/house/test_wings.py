@@ -16,7 +16,14 @@ INSIDE = {
     "games": ("algos", "protocols", "roles", "staged"),
 }
 """Parts of a wing that import those before them, and nothing else of their wing."""
-TOOLS = {"check": (), "rerun": ("audit", "pack"), "audit": (), "pack": (), "view": ()}
+TOOLS = {
+    "check": ("rehearse",),
+    "rehearse": (),
+    "rerun": ("audit", "pack"),
+    "audit": (),
+    "pack": (),
+    "view": (),
+}
 """Commands' folders in ``cli``, and those of them that may import each; nothing else does."""
 
 

@@ -21,13 +21,14 @@ CHATS = [
 ROWS_OF_TEXT = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(10, 40)]
 
 
-def trial(*functions, rows=ROWS_OF_TEXT) -> RewardTrial:
+def trial(*functions, rows=ROWS_OF_TEXT, **sampling) -> RewardTrial:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     prompts = IterablePrompts(rows)
     prompts.load(tokenizer)
-    agent, sampling = SingleTurn(), Sampling(max_tokens=8)
-    return RewardTrial(Task("", prompts, agent, Rewards(functions), sampling, 4, 1.0), tokenizer)
+    settings = Sampling(**{"max_tokens": 8} | sampling)
+    task = Task("", prompts, SingleTurn(), Rewards(functions), settings, 4, 1.0)
+    return RewardTrial(task, tokenizer)
 
 
 def last_number(completions, answer):
@@ -152,12 +153,25 @@ def test_a_reward_without_answers_is_tried_on_what_is_left():
     ]
 
 
+@pytest.mark.parametrize("sampling", [{"stop": ["2", "4", "6", "."]}, {"max_tokens": 1}])
+def test_a_right_answer_is_graded_as_far_as_an_engine_would_write_it(sampling):
+    """All answers are even numbers of two digits, of which the first digits remain."""
+    verdict = trial(
+        last_number, rows=[r for r in ROWS_OF_TEXT if r["answer"][0] in "246"], **sampling
+    ).run(8)
+    [fault] = verdict.faults
+    assert "earns no more than a wrong one" in fault
+    [(name, value)] = sampling.items()
+    assert f"in 6 of them sampling.stop={[] if name != 'stop' else value}" in fault
+    assert f"sampling.max_tokens={value if name == 'max_tokens' else 8} ends it early" in fault
+
+
 def test_what_an_environment_pays_is_not_tried():
     class Data:
         groups_per_iteration = 2
         train_tasks = (trial(lambda environment_rewards: environment_rewards)._task,)
 
-    lines, faulty = try_rewards(Data(), make_tokenizer())
-    assert not faulty
-    [line] = lines
+    [verdict] = try_rewards(Data(), make_tokenizer())
+    assert not verdict.faults
+    [line] = verdict.printed()
     assert "not tried: an environment pays" in line

@@ -1,0 +1,1 @@
+"""A corpus of configurations with one planted fault each, and of sound ones."""

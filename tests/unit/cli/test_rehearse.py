@@ -1,0 +1,195 @@
+"""Test the parts of lightning-rl rehearse: tiny models, the small run, verdicts."""
+
+import json
+
+import pytest
+import torch
+import transformers as hf
+
+from lightning_rl.agents.tools import Toolbox
+from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
+from lightning_rl.cli.rehearse.smaller import REWARD, Smaller, without_weights, world_size
+from lightning_rl.cli.rehearse.spread import by_chance
+from lightning_rl.cli.rehearse.tiny_model import MOST_PARAMETERS, shrunk, write_tiny
+from lightning_rl.cli.rehearse.tool_trial import try_tools
+from lightning_rl.errors import ConfigError
+from lightning_rl.models.pretrained import Loading
+from recipes.sort_digits.prepare import make_tokenizer
+
+KINDS = [
+    "Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen3Next", "Gemma3Text", "Mistral", "DeepseekV3",
+    "GptOss", "Glm4Moe", "NemotronH", "FalconH1", "Mamba2", "GPT2", "SmolLM3",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tiny_model_has_the_kinds_of_layers_of_the_big_one(kind):
+    big = getattr(hf, f"{kind}Config")()
+    small = shrunk(big)
+    assert type(small) is type(big)
+    assert small.vocab_size == big.vocab_size
+    assert small.tie_word_embeddings == big.tie_word_embeddings
+    assert small.num_hidden_layers <= min(8, big.num_hidden_layers)
+    if (kinds := getattr(big, "layer_types", None)) is not None:
+        assert set(small.layer_types) == set(kinds)
+    with torch.device("meta"):
+        lm = hf.AutoModelForCausalLM.from_config(small)
+    assert sum(p.numel() for p in lm.parameters()) <= MOST_PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "small"), [(32, 8, (4, 1)), (14, 2, (7, 1)), (8, 8, (2, 2)), (64, 1, (8, 1))]
+)
+def test_the_ratio_of_heads_to_keys_stays(heads, keys, small):
+    """Up to eight heads for a key, and 32 numbers for each head."""
+    big = hf.Qwen2Config(
+        hidden_size=128 * heads, num_attention_heads=heads, num_key_value_heads=keys
+    )
+    made = shrunk(big)
+    assert (made.num_attention_heads, made.num_key_value_heads) == small
+    assert made.hidden_size == 32 * small[0]
+
+
+def test_a_model_that_reads_pictures_is_refused_by_name():
+    with pytest.raises(ConfigError, match="no tiny LlavaConfig is made"):
+        shrunk(hf.LlavaConfig())
+
+
+@pytest.fixture
+def big_model(tmp_path):
+    """Return a folder with the configuration of a model of seven billion parameters."""
+    config = hf.Qwen2Config(
+        vocab_size=16, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "big")
+    make_tokenizer().save_pretrained(tmp_path / "big")
+    return tmp_path / "big"
+
+
+def test_a_tiny_model_is_always_the_same_and_ends_some_completions(big_model, tmp_path):
+    for name in ("a", "b"):
+        write_tiny(str(big_model), Loading(), tmp_path / name)
+    a, b = (hf.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("a", "b"))
+    for (name, one), other in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    head = a.get_output_embeddings().weight
+    assert head[1].norm().item() == pytest.approx(12.0, rel=1e-5)  # the end token's
+    assert head[2].norm().item() < 1.0
+
+
+def configuration(model) -> dict:
+    return {
+        "seed_everything": 0,
+        "ckpt_path": "runs/old.ckpt",
+        "model": {"class_path": "PolicyModule", "init_args": {"model": str(model)}},
+        "data": {
+            "class_path": "RLDataModule",
+            "init_args": {
+                "rewards": ["my.reward"], "reward_weights": [2.0], "group_size": 16,
+                "groups_per_iteration": 512, "iterations_per_epoch": 100,
+                "sampling": {"max_tokens": 4096},
+                "engine": {"class_path": "lightning_rl.RayEngine", "init_args": {"replicas": 8}},
+                "evaluation": {"limit": None, "samples": 8},
+            },
+        },
+        "trainer": {
+            "accelerator": "gpu", "devices": 8, "num_nodes": 2, "precision": "bf16-mixed",
+            "max_epochs": 10, "logger": {"class_path": "WandbLogger"},
+            "strategy": {
+                "class_path": "lightning_rl.ShardedStrategy",
+                "init_args": {"sequence": 4, "tensor": 2, "expert": 1},
+            },
+            "callbacks": [
+                {"class_path": "HFExport", "init_args": {"push_to_hub": "me/model"}},
+                {"class_path": "Evaluate", "init_args": {"every_n_iterations": 20}},
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_a_small_run_is_small_local_and_says_what_it_leaves_out(big_model, tmp_path):
+    notes = []
+    big = configuration(big_model)
+    before = json.dumps(big)
+    small = Smaller(big, tmp_path, notes.append).make()
+    assert json.dumps(big) == before
+    assert world_size(big) == 16
+    trainer, data = small["trainer"], small["data"]["init_args"]
+    assert "ckpt_path" not in small
+    assert (trainer["accelerator"], trainer["devices"], trainer["num_nodes"]) == ("cpu", 4, 1)
+    assert trainer["strategy"]["init_args"] == {"sequence": 2, "tensor": 2, "expert": 1}
+    assert trainer["precision"] == "32-true"
+    export, evaluate, checkpoint = trainer["callbacks"]
+    assert export["init_args"]["push_to_hub"] is None
+    assert evaluate["init_args"]["every_n_iterations"] == 1
+    assert checkpoint["class_path"] == "IterationCheckpoint"
+    assert data["rewards"] == ["my.reward", REWARD]
+    assert data["reward_weights"] == [2.0, 1.0]
+    assert (data["group_size"], data["groups_per_iteration"]) == (4, 4)
+    assert data["sampling"]["max_tokens"] == 32
+    assert data["evaluation"] == {"limit": 4, "samples": 2}
+    assert (tmp_path / "model_0" / "model.safetensors").is_file()
+    untried = {finding.key for finding in notes if finding.kind is Kind.UNTRIED}
+    assert untried == {
+        "ckpt_path", "trainer.devices", "trainer.precision", "trainer.logger",
+        "trainer.callbacks.HFExport", "data.engine",
+    }  # fmt: skip
+
+
+def test_a_planned_run_has_all_sizes_and_reads_no_weights(big_model):
+    planned = without_weights(configuration(big_model))
+    assert planned["data"] == configuration(big_model)["data"]
+    assert planned["model"]["init_args"]["loading"] == {"random_init": True}
+    assert planned["trainer"]["max_epochs"] == 10
+
+
+def test_equal_tokens_get_equal_rewards_by_chance():
+    ids = [[n, n + 1] for n in range(64)]
+    rewards = by_chance(["?"] * 64, ids)
+    assert rewards == by_chance(["?"] * 64, ids)
+    assert set(rewards) == {0.0, 1.0}
+
+
+def test_tools_are_called_as_a_model_would():
+    def doubled(number: int) -> int:
+        """Double a number.
+
+        Args:
+            number: any.
+        """
+        return 2 * number
+
+    async def stuck(text: str) -> str:
+        """Never return.
+
+        Args:
+            text: any.
+        """
+        import asyncio
+
+        await asyncio.sleep(3600)
+        return text
+
+    sound, blocked = try_tools(Toolbox([doubled, stuck], call_timeout=0.1))
+    assert (sound.kind, sound.text) == (Kind.TRIED, "doubled answers")
+    assert blocked.kind is Kind.FAILS
+    assert "stuck did not return within call_timeout=0.1 s" in blocked.text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"),
+    [
+        ([], 0),
+        ([Kind.TRIED, Kind.UNTRIED], 0),
+        ([Kind.WASTES, Kind.TRIED], 1),
+        ([Kind.TRIED, Kind.FAILS, Kind.WASTES], 2),
+    ],
+)
+def test_the_worst_finding_is_the_status(kinds, status):
+    verdict = Verdict("a.yaml", [Finding(kind, "data.rewards", "<b> is wrong") for kind in kinds])
+    assert verdict.status == status
+    text, page = "\n".join(verdict.lines()), verdict.page()
+    for kind in kinds:
+        assert f"{kind.value}:\n  - data.rewards: <b> is wrong" in text
+        assert f"<h2>{kind.value}</h2><ul><li><code>data.rewards</code> &lt;b&gt; is" in page
