@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from lightning_rl.cli.rehearse.findings import Finding
 
 _EPILOG = """\
-All other options are those of fit: --config FILE, --data.group_size 16, --trusted_only.
+All other options are those of fit: --config FILE, --data.group_size 16, --trusted_only; a FILE that
+comes first is taken as --config FILE.
 Exit status: 0 if nothing was found, 1 if the run would waste, 2 if it would fail.
 """
 
@@ -27,12 +28,11 @@ def main(arguments: Sequence[str]) -> int:
         "evaluate and export it with a tiny model of the same architecture, on this machine's CPU.",
         _EPILOG,
     )
-    parser.add_argument("file", nargs="?", help="a configuration, as --config FILE")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also write the verdict as HTML")
     parser.add_argument("--no_run", action="store_true", help="look for faults, and train nothing")
     card = "GiB of each of the run's GPUs: say whether the run fits on them"
     parser.add_argument("--gpu_memory_gb", type=float, metavar="N", help=card)
-    # A positional argument would also take the value of an option of fit.
+    # argparse would take the value of one of fit's options for a positional argument.
     named = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
     own, rest = parser.parse_known_args([*arguments[len(named) :]])
     require_finite(**{"--gpu_memory_gb": own.gpu_memory_gb})

@@ -30,6 +30,7 @@ from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 
+_REGULAR = (Evaluate, IterationCheckpoint, HFExport)
 _SLOW_S = 60.0
 """Seconds of grading in an iteration that are worth a word."""
 _SHARE = 0.1
@@ -221,10 +222,10 @@ def _intervals(cli: Built) -> Iterator[Finding]:
     if epochs is None or epochs < 1:
         return
     iterations = data.iterations_per_epoch * epochs
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, Evaluate | IterationCheckpoint | HFExport):
-            if (every := callback.every_n_iterations) > iterations:
-                yield _wastes(
-                    f"trainer.callbacks.{type(callback).__name__}.every_n_iterations",
-                    f"{every} is more than the run's {iterations} iterations",
-                )
+    regular = (c for c in callbacks_of(trainer) if isinstance(c, _REGULAR))
+    for callback in regular:
+        if (every := callback.every_n_iterations) > iterations:
+            yield _wastes(
+                f"trainer.callbacks.{type(callback).__name__}.every_n_iterations",
+                f"{every} is more than the run's {iterations} iterations",
+            )
