@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import yaml
 
+from lightning_rl.cli import rehearse
 from lightning_rl.cli.check.command import own_options
 from lightning_rl.games.staged import command as staged
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
@@ -101,6 +102,8 @@ def fit_arguments(words: list[str]) -> list[str] | None:
     command, *rest = words
     if command == "check" or "--dry_run" in rest:
         return ["fit", *own_options(rest)[1]]
+    if command == "rehearse":
+        return ["fit", *rehearse.own_options(rest)[1]]
     if command not in ("fit", "validate", "test", "rollout"):
         return None
     if "--ckpt_path" in rest:  # a file that only a run leaves

@@ -110,9 +110,13 @@ class RewardTrial:
 
     def run(self, per_iteration: int) -> RewardVerdict:
         """Try all texts; ``per_iteration`` is the number of completions of an iteration."""
-        tried = [self._try(prompt) for prompt in self._rows]
+        tried = list[list[Graded]]()
+        for prompt in self._rows:
+            tried.append(self._try(prompt))
+            if all(graded.error is not None for graded in tried[-1]):
+                break  # such as a judge that does not answer: others would take as long
         found = _Findings(self._task, self._column, self._sure, len(tried))
-        for prompt, graded in zip(self._rows, tried, strict=True):
+        for prompt, graded in zip(self._rows, tried, strict=False):
             found.add(prompt, graded)
             self._again(prompt, graded, found)
         return found.verdict(per_iteration)
@@ -124,6 +128,8 @@ class RewardTrial:
             forms = RIGHT_FORMS.items()
             right = [self._as_sampled(prompt, name, form.format(answer)) for name, form in forms]
         sound = [graded for graded in right if graded.error is None]
+        if right and not sound:
+            return right
         best = max(sound, key=lambda graded: graded.reward, default=None)
         form = RIGHT_FORMS["alone" if best is None else best.name]
         return right + [self._grade(prompt, *text) for text in self._wrong(prompt, answer, form)]

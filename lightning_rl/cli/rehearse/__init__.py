@@ -1,8 +1,10 @@
 """``lightning-rl rehearse``: a big run, tried as a small one on this machine."""
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,8 +22,12 @@ Exit status: 0 if nothing was found, 1 if the run would waste, 2 if it would fai
 """
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Rehearse the run that ``fit`` would begin with these arguments; returns the exit status."""
+def own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of the command itself, and all others, which are those of ``fit``.
+
+    Raises:
+        ConfigError: if an option has an invalid value.
+    """
     parser = CommandParser(
         "rehearse",
         "Try a run for little: look for faults that cost hours, then train, kill, resume, repeat, "
@@ -36,9 +42,14 @@ def main(arguments: Sequence[str]) -> int:
     named = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
     own, rest = parser.parse_known_args([*arguments[len(named) :]])
     require_finite(**{"--gpu_memory_gb": own.gpu_memory_gb})
-    if named:
-        rest = [f"--config={named[0]}", *rest]
-    configs = [*named, *(a.partition("=")[2] for a in rest if a.startswith("--config="))]
+    return own, [*(f"--config={file}" for file in named), *rest]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rehearse the run that ``fit`` would begin with these arguments; returns the exit status."""
+    own, rest = own_options(arguments)
+    words = [word for argument in rest for word in argument.split("=", 1)]
+    configs = [word for flag, word in pairwise(words) if flag in ("--config", "-c")]
     from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
 
     request, found = read(rest), list[Finding]()

@@ -26,7 +26,6 @@ from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.models.pretrained import load_config
-from lightning_rl.rewards.remote import Remote
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 
@@ -192,12 +191,6 @@ def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
             )
         kind = Kind.TRIED if len(verdict.lines) > 1 else Kind.UNTRIED
         yield Finding(kind, "data.rewards", verdict.lines[0].rstrip(":"))
-    for task in data.train_tasks:
-        asked = data.groups_per_iteration * task.group_size
-        for name, function in dict[str, object](task.rewards.functions).items():
-            if isinstance(function, Remote):
-                text = f"{name} is asked about up to {asked:,} completions an iteration"
-                yield Finding(Kind.TRIED, "data.rewards", text)
 
 
 def _schedule(cli: Built) -> Iterator[Finding]:

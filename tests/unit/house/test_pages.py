@@ -141,6 +141,7 @@ def test_any_other_command_exists(block, words):
             ["tensorboard", "--logdir"],
             ["pip", "uninstall"],
             ["pip", "install"],
+            ["pytest", "--rehearse"],
             ["python", "train.py"],  # a block of the same page
         )
 
