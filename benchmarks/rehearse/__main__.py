@@ -1,6 +1,6 @@
 """Rehearse a corpus: configurations with a planted fault each, and sound ones.
 
-    python -m benchmarks.rehearse [--only WORD]
+    python -m benchmarks.rehearse [--only WORD] [--after NAME]
 
 A fault is found if the verdict's status is at least 1 and a finding names its key; a sound
 configuration for which it is not 0 is a false alarm. The last line is JSON, with the seconds of the
@@ -44,9 +44,12 @@ def is_right(case: Case, status: int, said: str) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.rehearse", description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this word")
-    only = parser.parse_args().only
+    parser.add_argument("--after", help="go on after the case of this name")
+    args = parser.parse_args()
     wrong, longest = {True: 0, False: 0}, 0.0
-    cases = [case for case in (*FAULTS, *SOUND) if only in case.name]
+    cases = [*FAULTS, *SOUND]
+    begin = [case.name for case in cases].index(args.after) + 1 if args.after else 0
+    cases = [case for case in cases[begin:] if args.only in case.name]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare_all(folder)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import Parameter, signature
+from statistics import median
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ class Graded:
 class RewardVerdict:
     """The findings on rewards: ``faults`` would harm a run, and ``notes`` are to be known.
 
-    ``seconds`` is what grading an iteration takes at most, one completion after the other, and
+    ``seconds`` is what grading an iteration takes, one completion after the other, and
     ``best`` the most that a right answer earned; both are nan if nothing was tried.
     """
 
@@ -252,9 +253,9 @@ class _Findings:
             full = f"{self._full[name]} of {self._rows} rows in full" if self._column else ""
             lines.append(f"  {shown:26}{math.fsum(rewards) / len(rewards):8.3g}  {full}".rstrip())
         slowest = sorted(self._seconds)[math.ceil(0.99 * len(self._seconds)) - 1]
-        notes = list(self._notes(slowest, per_iteration))
+        faults, notes = list(self._faults()), list(self._notes(slowest, per_iteration))
         return RewardVerdict(
-            lines, list(self._faults()), notes, slowest * per_iteration, self._best
+            lines, faults, notes, median(self._seconds) * per_iteration, self._best
         )
 
     def _faults(self) -> Iterator[str]:

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = own_options(arguments)
     words = [word for argument in rest for word in argument.split("=", 1)]
     configs = [word for flag, word in pairwise(words) if flag in ("--config", "-c")]
-    from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
+    from lightning_rl.cli.rehearse.findings import Finding, Kind, RunVerdict
 
     request, found = read(rest), list[Finding]()
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(printable(f"{finding.kind.value}: {finding}"), file=sys.stderr, flush=True)
         except LightningRLError as error:  # fit would raise it too
             found.append(Finding(Kind.FAILS, "", str(error)))
-    verdict = Verdict(Path(configs[0]).name if configs else "the run", found)
+    verdict = RunVerdict(Path(configs[0]).name if configs else "the run", found)
     print(printable("\n".join(verdict.lines())))
     if own.page is not None:
         own.page.write_text(verdict.page(), encoding="utf-8")

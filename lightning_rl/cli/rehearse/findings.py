@@ -28,7 +28,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """All findings on a run of this ``name``."""
 
     name: str

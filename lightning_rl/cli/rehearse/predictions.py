@@ -179,7 +179,7 @@ def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
         if verdict.seconds > _SLOW_S:
             yield _wastes(
                 "data.rewards",
-                f"grading takes up to {verdict.seconds:.0f} s an iteration, one completion after "
+                f"grading takes {verdict.seconds:.0f} s an iteration, one completion after "
                 "the other",
             )
         success = [] if data.evaluation is None else [data.evaluation.success_reward]

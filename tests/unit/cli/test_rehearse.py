@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from lightning_rl.agents.tools import Toolbox
-from lightning_rl.cli.rehearse.findings import Finding, Kind, Verdict
+from lightning_rl.cli.rehearse.findings import Finding, Kind, RunVerdict
 from lightning_rl.cli.rehearse.smaller import REWARD, Smaller, without_weights, world_size
 from lightning_rl.cli.rehearse.spread import by_chance
 from lightning_rl.cli.rehearse.tiny_model import MOST_PARAMETERS, shrunk, write_tiny
@@ -187,7 +187,9 @@ def test_tools_are_called_as_a_model_would():
     ],
 )
 def test_the_worst_finding_is_the_status(kinds, status):
-    verdict = Verdict("a.yaml", [Finding(kind, "data.rewards", "<b> is wrong") for kind in kinds])
+    verdict = RunVerdict(
+        "a.yaml", [Finding(kind, "data.rewards", "<b> is wrong") for kind in kinds]
+    )
     assert verdict.status == status
     text, page = "\n".join(verdict.lines()), verdict.page()
     for kind in kinds:
