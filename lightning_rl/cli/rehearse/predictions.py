@@ -189,7 +189,7 @@ def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
                 f"{success[0]:g} is more than a right answer earns ({verdict.best:g}), so the "
                 "accuracy stays 0",
             )
-        kind = Kind.TRIED if len(verdict.lines) > 1 else Kind.UNTRIED
+        kind = Kind.UNTRIED if math.isnan(verdict.seconds) else Kind.TRIED
         yield Finding(kind, "data.rewards", verdict.lines[0].rstrip(":"))
 
 
