@@ -1,5 +1,6 @@
 """Test lightning-rl rehearse on some of the configurations that `benchmarks.rehearse` rehearses."""
 
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ from benchmarks.rehearse.__main__ import is_right
 from benchmarks.rehearse.corpus import FAULTS, SOUND, prepare_all, tree_of
 from lightning_rl.cli import main
 from tests.support.bad_configs import files
+from tests.support.two_ranks import ROOT
 
 CASES = {case.name: case for case in (*FAULTS, *SOUND)}
 
@@ -65,9 +67,11 @@ def test_a_mistake_is_told_as_fit_tells_it(folder, capsys):
 @pytest.mark.slow
 def test_pytest_rehearses_the_files_that_are_named(folder):
     good, bad = (run_of(name, folder) for name in ("the base", "greedy sampling"))
-    command = [sys.executable, "-m", "pytest", "-p", "lightning_rl.cli.rehearse.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest"]  # which finds the plugin by its entry point
     command += ["-p", "no:cacheprovider", "--rootdir", str(folder), "--rehearse", good, bad]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder)
+    # The rewards are those of the corpus, and not in that folder.
+    env = dict(os.environ) | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=folder, env=env)
     assert done.returncode == 1, done.stdout
     assert "1 failed, 1 passed" in done.stdout
     assert "data.sampling.temperature: 0 writes 8 equal completions" in done.stdout
