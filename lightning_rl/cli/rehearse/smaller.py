@@ -142,8 +142,12 @@ class Smaller:
             "accelerator": "cpu", "devices": processes, "num_nodes": 1, "precision": "32-true",
             "logger": {"class_path": "CSVLogger", "init_args": runs}, "max_epochs": 1,
             "max_steps": -1, "default_root_dir": str(self._folder), "plugins": None,
-            "enable_model_summary": False, "callbacks": list(self._callbacks(trainer)),
+            "enable_model_summary": False, "enable_checkpointing": True,
+            "callbacks": list(self._callbacks(trainer)),
         }  # fmt: skip
+        if "iterations_per_epoch" not in (self._big["data"].get("init_args") or {}):
+            windows = trainer.get("accumulate_grad_batches") or 1
+            trainer |= {"limit_train_batches": ITERATIONS * windows, "limit_val_batches": 2}
 
     def _strategy(self, trainer: Tree) -> int:
         """Make the strategy small; returns the number of its processes."""

@@ -137,6 +137,15 @@ def test_a_small_run_is_small_local_and_says_what_it_leaves_out(big_model, tmp_p
     }  # fmt: skip
 
 
+def test_a_supervised_run_is_cut_to_as_many_updates(big_model, tmp_path):
+    tree = configuration(big_model)
+    tree["data"] = {"class_path": "SFTDataModule", "init_args": {"batch_size": 64}}
+    tree["trainer"] |= {"accumulate_grad_batches": 4, "enable_checkpointing": False}
+    trainer = Smaller(tree, tmp_path, [].append).make()["trainer"]
+    assert (trainer["limit_train_batches"], trainer["limit_val_batches"]) == (12, 2)
+    assert trainer["enable_checkpointing"]
+
+
 def test_a_planned_run_has_all_sizes_and_reads_no_weights(big_model):
     planned = without_weights(configuration(big_model))
     assert planned["data"] == configuration(big_model)["data"]
