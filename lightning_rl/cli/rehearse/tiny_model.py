@@ -1,6 +1,5 @@
 """Tiny models of the architecture of big ones, made from their configurations alone."""
 
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -191,6 +190,5 @@ def _let_end(lm: PreTrainedModel, end_tokens: Iterable[int]) -> None:
         return
     with torch.no_grad():
         for token in end_tokens:
-            row = head.weight[token]
-            if math.isfinite(scale := _END_LOGITS / float(row.norm())):
-                row *= scale
+            row = torch.randn_like(head.weight[token])  # one that also pads was made of zeros
+            head.weight[token] = row * (_END_LOGITS / row.norm())

@@ -55,12 +55,16 @@ def test_a_model_that_reads_pictures_is_refused_by_name():
         shrunk(hf.LlavaConfig())
 
 
-@pytest.fixture
-def big_model(tmp_path):
-    """Return a folder with the configuration of a model of seven billion parameters."""
+@pytest.fixture(params=[0, 1])
+def big_model(tmp_path, request):
+    """Return a folder with the configuration of a model of seven billion parameters.
+
+    Its end token, 1, may be its padding too, whose embedding transformers makes of zeros.
+    """
     config = hf.Qwen2Config(
         vocab_size=16, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32,
-        num_attention_heads=32, num_key_value_heads=8, eos_token_id=1, pad_token_id=0,
+        num_attention_heads=32, num_key_value_heads=8, eos_token_id=1,
+        pad_token_id=request.param, tie_word_embeddings=True,
     )  # fmt: skip
     config.save_pretrained(tmp_path / "big")
     make_tokenizer().save_pretrained(tmp_path / "big")
