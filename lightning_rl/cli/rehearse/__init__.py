@@ -118,6 +118,7 @@ def rehearse(
     from lightning_rl.cli.rehearse.predictions import predict
     from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
     from lightning_rl.cli.rehearse.stages import Stages
+    from lightning_rl.collect.base import CollectingDataModule
     from lightning_rl.config.yaml_text import dump_yaml
     from lightning_rl.learn.policies import RolloutModule
 
@@ -134,9 +135,11 @@ def rehearse(
         failed = failed or finding.kind is Kind.FAILS
         yield finding
     rollouts = isinstance(cli.model, RolloutModule)
+    data = cli.datamodule
+    evaluates = not isinstance(data, CollectingDataModule) or data.evaluates
     if not run or failed:
         return
     notes: list[Finding] = []
     small = written("small.yaml", Smaller(tree, folder, notes.append).make())
     yield from notes
-    yield from Stages(small, folder, options, rollouts).findings()
+    yield from Stages(small, folder, options, rollouts, evaluates).findings()

@@ -30,13 +30,16 @@ class Stages:
         folder: where that run writes to, as ``run/version_0``.
         options: further options of each command, such as ``--trusted_only``.
         rollouts: whether it learns from rollouts, which can be trained on again.
+        evaluates: whether there are held-out rows or prompts.
     """
 
-    def __init__(self, config: Path, folder: Path, options: Sequence[str], rollouts: bool) -> None:
+    def __init__(
+        self, config: Path, folder: Path, options: Sequence[str], rollouts: bool, evaluates: bool
+    ) -> None:
         self._config = ["--config", str(config), *options]
         self._runs = folder / "run"
         self._options = list(options)
-        self._rollouts = rollouts
+        self._rollouts, self._evaluates = rollouts, evaluates
 
     def findings(self) -> Iterator[Finding]:
         """Yield what each stage shows; a failure ends all that would need its result."""
@@ -57,9 +60,10 @@ class Stages:
             again = ["rerun", str(run), "--iteration", str(ITERATIONS), *self._options]
             failed = self._stage("an iteration trained again", *again)
             yield failed or _tried("an iteration trained again: equal bit for bit")
-        last = str(checkpoints_in(run / "checkpoints")[0])
-        failed = self._stage("an evaluation", "validate", *self._config, f"--ckpt_path={last}")
-        yield failed or _tried("an evaluation of the last checkpoint")
+        if self._evaluates:
+            last = str(checkpoints_in(run / "checkpoints")[0])
+            failed = self._stage("an evaluation", "validate", *self._config, f"--ckpt_path={last}")
+            yield failed or _tried("an evaluation of the last checkpoint")
         yield from _exports(run)
 
     def _fit_and_kill(self) -> Finding | None:
