@@ -111,13 +111,14 @@ class RewardTrial:
 
     def run(self, per_iteration: int) -> RewardVerdict:
         """Try all texts; ``per_iteration`` is the number of completions of an iteration."""
-        tried = list[list[Graded]]()
+        tried = list[tuple[Prompt, list[Graded]]]()
         for prompt in self._rows:
-            tried.append(self._try(prompt))
-            if all(graded.error is not None for graded in tried[-1]):
+            graded = self._try(prompt)
+            tried.append((prompt, graded))
+            if all(one.error is not None for one in graded):
                 break  # such as a judge that does not answer: others would take as long
         found = _Findings(self._task, self._column, self._sure, len(tried))
-        for prompt, graded in zip(self._rows, tried, strict=False):
+        for prompt, graded in tried:
             found.add(prompt, graded)
             self._again(prompt, graded, found)
         return found.verdict(per_iteration)

@@ -76,7 +76,7 @@ class PackedConfiguration:
         self.sources: dict[str, Path] = {}
         """Where those weights are, by the same."""
         self.left_out: list[str] = []
-        """What the pack lacks of the configuration, in words."""
+        """Sentences on the parts of the run that the pack lacks."""
         self.tree = self._of(config)
         if lora_only and not self.bases:
             raise ConfigError("--lora-only: the run trains no LoRA on a model's weights; omit it")

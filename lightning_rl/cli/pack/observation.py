@@ -1,4 +1,4 @@
-"""What an update went through, stage by stage, and how two makings of it compare.
+"""The stages of an update, and the comparison of the same update made twice.
 
 Checksums tell whether weights are equal, but not how far they are apart. So a pack also holds the
 columns of the batch, the norm of each tensor's gradient in each optimizer step, and the norm of
@@ -16,7 +16,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.cli.rerun.compare import CLOSE, NEAR_ZERO, IterationRerun, within_rounding
+from lightning_rl.cli.rerun.compare import (
+    CLOSE,
+    NEAR_ZERO,
+    IterationRerun,
+    identical,
+    within_rounding,
+)
 from lightning_rl.data.rollouts.log import first_difference
 from lightning_rl.errors import DataError
 from lightning_rl.models.parallel.sharding import full_tensor
@@ -174,7 +180,7 @@ def _number(name: str, was: float | None, now: float | None, scale: float) -> St
     """Compare two norms, relative to ``scale``."""
     if was is None or now is None:
         return Stage(name, math.inf, False)
-    if was == now or (math.isnan(was) and math.isnan(now)):
+    if identical(was, now):
         return Stage(name, 0.0, True)
     difference = abs(was - now) / scale if scale else math.inf
     return Stage(name, difference, difference <= CLOSE)

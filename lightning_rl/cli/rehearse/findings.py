@@ -1,4 +1,4 @@
-"""What a rehearsal finds, and its verdict as text and as a page."""
+"""The findings of a rehearsal, and its verdict as text and as a page."""
 
 import html
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a configuration shows before anything runs: faults that cost hours where they happen."""
+"""Faults that a configuration and its data show before anything runs."""
 
 import math
 from collections import Counter
@@ -132,10 +132,10 @@ def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
             "data.evaluation.prompts",
             f"{same} of {len(groups)} held-out prompts are trained on, so accuracy shows memory",
         )
+    asked = sum(map(len, groups))
+    sampled = sum(task.group_size for task in data.train_tasks) / len(data.train_tasks)
     assert data.trainer is not None
     for callback in find_callbacks(data.trainer, Evaluate):
-        asked = sum(map(len, groups))
-        sampled = sum(task.group_size for task in data.train_tasks) / len(data.train_tasks)
         between = callback.every_n_iterations * data.groups_per_iteration * sampled
         if asked > between:
             yield _wastes(
@@ -182,12 +182,12 @@ def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
                 f"grading takes {verdict.seconds:.0f} s an iteration, one completion after "
                 "the other",
             )
-        success = [] if data.evaluation is None else [data.evaluation.success_reward]
-        if any(verdict.best < least for least in success):
+        held_out = data.evaluation
+        if held_out is not None and verdict.best < held_out.success_reward:
             yield _wastes(
                 "data.evaluation.success_reward",
-                f"{success[0]:g} is more than a right answer earns ({verdict.best:g}), so the "
-                "accuracy stays 0",
+                f"{held_out.success_reward:g} is more than a right answer earns "
+                f"({verdict.best:g}), so the accuracy stays 0",
             )
         kind = Kind.UNTRIED if math.isnan(verdict.seconds) else Kind.TRIED
         yield Finding(kind, "data.rewards", verdict.lines[0].rstrip(":"))

@@ -15,10 +15,9 @@ Tree = dict[str, Any]
 ITERATIONS = 3
 _GROUP_SIZE, _MAX_TOKENS, _HELD_OUT, _SAMPLES, _MAX_BATCHES = 4, 32, 4, 2, 8
 REWARD = "lightning_rl.cli.rehearse.spread.by_chance"
-_LOCAL_ENGINES = ("TransformersEngine",)
 _GPU_ENGINES = ("VLLMLocal", "VLLMServer", "RayEngine")
 _KEPT_OF_ENGINE = ("max_model_len", "enable_prefix_caching", "adapters")
-_GATHERING = {"sequence": 2, "tensor": 2, "expert": 2, "tensor_parallel_size": 2}
+_AXES = ("sequence", "tensor", "expert", "tensor_parallel_size")
 
 
 def nodes(tree: Any, key: str = "") -> Iterator[tuple[str, Tree]]:
@@ -164,7 +163,7 @@ class Smaller:
             return 2
         given = strategy.get("init_args") or {}
         given.pop("process_group_backend", None)
-        axes = [name for name in _GATHERING if (given.get(name) or 1) not in (1, "auto")]
+        axes = [name for name in _AXES if (given.get(name) or 1) not in (1, "auto")]
         strategy["init_args"] = given | dict.fromkeys(axes, 2)
         return int(2 ** max(1, len([name for name in axes if name != "expert"])))
 
@@ -229,7 +228,7 @@ class Smaller:
     def _engine(self, engine: Any) -> Any:
         name = class_of(engine)
         given: Tree = engine.get("init_args") or {} if isinstance(engine, dict) else {}
-        if name in _LOCAL_ENGINES:
+        if name == "TransformersEngine":
             return {"class_path": name, "init_args": given | {"device": "cpu", "dtype": None}}
         if name not in (*_GPU_ENGINES, ""):
             return engine
