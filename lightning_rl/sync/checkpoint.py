@@ -62,11 +62,13 @@ class CheckpointTransport(StagedTransport):
 
     def stage(self, part: WeightPart) -> Bucket:
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Copies, because tied weights come twice, and safetensors refuses to store an alias.
-        weights = {
-            name: weight.detach().to("cpu", part.dtype, copy=True).contiguous()
-            for name, weight in part.weights.items()
-        }
+        weights, held = dict[str, Tensor](), set[int]()
+        for name, weight in part.weights.items():
+            moved = weight.detach().to("cpu", part.dtype).contiguous()
+            place = moved.untyped_storage().data_ptr()
+            # Tied weights come twice, and safetensors refuses to store an alias.
+            weights[name] = moved.clone() if place in held else moved
+            held.add(place)
         path = self.directory / f"{part.kind}-{part.version:08d}-{part.number:04d}{_SUFFIX}"
         temporary = path.with_suffix(".partial")
         try:
