@@ -40,15 +40,18 @@ test-all: all-units all-engines mlflow conformance wheel test-range  ## every te
 
 all-units: environments
 	$(PY) -m pytest $(UNIT) $(NOTED)
+	$(PY) -m benchmarks.versions units
 
 all-engines: environments
 	$(PY) -m pytest $(ENGINES) $(NOTED)
+	$(PY) -m benchmarks.versions engines
 
 mlflow: environments  # left out of the others
 	build/mlflow/bin/python -m pytest tests/integration/test_loggers.py -k mlflow
 
 conformance: setup
 	$(PY) -m pytest tests/conformance $(TWO) --dist loadfile $(NOTED)
+	$(PY) -m benchmarks.versions conformance
 
 # Where we build on others most; all unit tests would take three times as long.
 RANGE := $(addprefix tests/unit/,data models vision engines learn) $(TWO)
@@ -57,7 +60,9 @@ test-range: setup  ## unit tests with the oldest and the newest packages that se
 	@install/range.sh oldest
 	@install/range.sh newest
 	build/oldest/bin/python -m pytest $(RANGE)
+	build/oldest/bin/python -m benchmarks.versions "units of models and data"
 	build/newest/bin/python -m pytest $(RANGE)
+	build/newest/bin/python -m benchmarks.versions "units of models and data"
 
 test-touched: environments  ## the slow tests that changes since the last whole test-all touch
 	$(PY) -m tests.touched $(TWO)
@@ -109,6 +114,7 @@ bench-floor: setup  ## step time against its floor; the last line is JSON
 gpu-check: $(if $(GPU_PYTHON),,setup)  ## try all on a GPU, a line of JSON each (LIST=1, ONLY=push)
 	@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.gpu $(if $(LIST),--list) $(if $(ONLY),--only=$(ONLY)) \
 		$(if $(DEVICE),--device=$(DEVICE)) $(if $(SECONDS),--seconds=$(SECONDS)) $(if $(OUT),--out=$(OUT))
+	$(if $(LIST)$(ONLY),,@$(or $(GPU_PYTHON),$(PY)) -m benchmarks.versions gpu-check)
 
 # What fails or runs out of time costs its own figures alone.
 gpu-figures: $(if $(GPU_PYTHON),,setup)  ## all figures of docs/gpu.md, in ten minutes on a GPU

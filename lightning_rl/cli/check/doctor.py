@@ -28,6 +28,7 @@ from lightning_rl.cli.check.doctor_gpu import (
     check_sandbox,
     check_triton,
 )
+from lightning_rl.cli.check.tried_versions import Versions, check_tried, public, read_tried
 from lightning_rl.cli.process import CommandParser
 from lightning_rl.run.processes.machine import (
     GPU,
@@ -158,6 +159,13 @@ def check_vllm(version: str | None, on_cuda: bool) -> Check:
     return Check("vllm", value, "; ".join(lacking(version)) or None, fix)
 
 
+def versions_here() -> Versions:
+    """Return the versions of this installation, on the device that this machine has."""
+    torch, vllm = public(installed_version("torch")), public(read_vllm_version())
+    device = "cuda" if driver_gpus() else "cpu"
+    return Versions(device, torch, vllm, public(installed_version("transformers")))
+
+
 def check_torchvision() -> Check:
     """Check that torchvision, if installed, can be imported with this torch.
 
@@ -225,6 +233,7 @@ def diagnose() -> list[Check]:
     ]
     gpus = driver_gpus()
     checks.append(check_vllm(read_vllm_version(), on_cuda=bool(gpus)))
+    checks.append(check_tried(versions_here(), read_tried()))
     if installed_version("torch") is not None:
         checks += torch_checks(gpus)
     checks.append(Check("cpu", f"{cpu_model()}, {usable_cores()} cores usable"))
