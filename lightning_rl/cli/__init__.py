@@ -31,6 +31,8 @@ class Command(NamedTuple):
     does: str
     imports: bool = True
     """True if it may import code that the user names, from the working directory."""
+    trusts: bool = True
+    """False if it reads strangers' files: nothing comes from there unless ``--trust`` names it."""
 
 
 _APP = "lightning_rl.cli.app"
@@ -74,6 +76,7 @@ COMMANDS = {
     "unpack": Command(
         "lightning_rl.cli.pack.unpacking",
         "check such a file, write its run directory, and make its update again",
+        trusts=False,
     ),
     "check": Command(
         "lightning_rl.cli.check.command",
@@ -181,7 +184,7 @@ def _run(arguments: list[str]) -> int:
     command = find_command("check" if name == "fit" and "--dry_run" in options else name)
     if not command.imports:
         return int(import_module(command.module).main(options))
-    _search_working_directory(arguments)
+    _search_working_directory(command.trusts, arguments)
     with uncollected():
         from lightning_rl.cli.process import quiet
     with quiet(), ExitStack() as stack:
@@ -218,15 +221,15 @@ def find_command(name: str) -> Command:
     raise ConfigError(f"no command {name!r}{meant} (commands: {', '.join(known)})")
 
 
-def _search_working_directory(arguments: list[str]) -> None:
+def _search_working_directory(trusts: bool, arguments: list[str]) -> None:
     """Search the working directory for rewards and prompt factories, which have import paths.
 
     An untrusted folder may hold a ``yaml.py``, though: with ``--trusted_only`` nothing is imported
-    from it, and with ``--trust`` only modules that are not installed. ``unpack`` always does so.
+    from it, and with ``--trust`` only modules that are not installed.
     """
     here = os.getcwd()
     names = {argument.partition("=")[0] for argument in arguments}
-    if arguments[0] != "unpack" and not names & {"--trust", "--trusted_only"}:
+    if trusts and not names & {"--trust", "--trusted_only"}:
         if here not in sys.path:
             sys.path.insert(0, here)
         return
