@@ -214,6 +214,11 @@ FAULTS = [
     Case("a reward is random", _reward("with_noise"), "data.rewards"),
     Case("a slow reward", _reward("slow", _set("data.groups_per_iteration", 1024),
          _set("data.iterations_per_epoch", 200)), "data.rewards"),
+    Case("a reward depends on the process", _reward("by_hash"), "data.rewards"),
+    Case("rows in the order of a set", _set("data.train_prompts.class_path",
+         f"{PARTS}.Unordered"), "data.train_prompts"),
+    Case("a precision that policies refuse", _set("trainer.precision", "16-mixed"),
+         "trainer.precision"),
     Case("a reward asks for another column", _reward("of_another_column"), "anwser"),
     Case("no server behind a judge", _set("data.rewards", [_JUDGE]), "data.rewards"),
     Case("a key in the configuration", _set("data.rewards", [f"{PARTS}.right", _WITH_KEY]),
@@ -274,6 +279,15 @@ _GPU = _all(
     _set("data.engine", {"class_path": "VLLMLocal", "init_args": {
         "gpu_memory_utilization": 0.3, "dtype": "bfloat16"}}),
 )  # fmt: skip
+
+
+def _servers(transport: str, **arguments: Any) -> Callable[[Tree, Path], None]:
+    """Let two servers write, to which a transport brings the weights."""
+    engine = {"class_path": "VLLMServer", "init_args": {"replicas": 2}}
+    pushed = {"class_path": transport, "init_args": arguments}
+    return _all(_set("data.engine", engine), _callback("WeightSync", transport=pushed))
+
+
 _GAE = _all(
     _set("model.advantage", {"class_path": "GAE"}),
     _set("model.critic", {"head": {"class_path": "SharedValueHead"}}),
@@ -292,4 +306,11 @@ SOUND = [
     Case("a tool", _agent("ToolAgent", tools=["recipes.calculator.tool.calculate"])),
     Case("eight processes", _all(_set("trainer.devices", 8), _set("trainer.strategy", "ddp"))),
     Case("one GPU with vLLM", _GPU),
+    Case("servers that read files", _servers("CheckpointTransport", directory="/shared/weights")),
+    Case(
+        "servers that get broadcasts",
+        _all(
+            _servers("CollectiveTransport", backend="nccl"), _set("trainer.precision", "bf16-mixed")
+        ),
+    ),
 ]

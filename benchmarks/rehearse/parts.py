@@ -12,6 +12,8 @@ from lightning.pytorch import Callback
 
 from lightning_rl.agents.base import Environment, Reply
 from lightning_rl.collect.collector import GroupFilter
+from lightning_rl.data.sources import JSONLPrompts
+from lightning_rl.data.tables import ListTable, Table
 from lightning_rl.rollout import Prompt, Rollout, as_text
 
 _NUMBER = re.compile(r"-?\d+")
@@ -61,6 +63,13 @@ def with_noise(completions: list[Any], answer: list[str]) -> list[float]:
     return [score + 0.1 * random.random() for score in right(completions, answer)]
 
 
+def by_hash(completions: list[Any], answer: list[str]) -> list[float]:
+    """Pay some texts more, which ones depends on the process."""
+    scores = right(completions, answer)
+    pairs = zip(scores, map(as_text, completions), strict=True)
+    return [score + 0.1 * (hash(text) & 1) for score, text in pairs]
+
+
 def slow(completions: list[Any], answer: list[str]) -> list[float]:
     """Take 20 ms for each text."""
     time.sleep(0.02 * len(completions))
@@ -80,6 +89,14 @@ def blocks(question: str) -> str:
     """
     time.sleep(30)
     return question
+
+
+class Unordered(JSONLPrompts):
+    """Reads each row once, in the order of a set."""
+
+    def table(self) -> Table:
+        rows = {json.dumps(row) for row in super().table()}
+        return ListTable((f"row {place}", json.loads(row)) for place, row in enumerate(rows))
 
 
 class Endless(Environment):

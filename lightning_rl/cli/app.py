@@ -248,13 +248,21 @@ def _start_loggers(trainer: Trainer) -> None:
             ) from error
 
 
+def planned_iterations(trainer: Trainer, data: Any) -> int | None:
+    """Return the number of iterations of a run; None if ``max_epochs`` does not bound it."""
+    length, epochs = getattr(data, "iterations_per_epoch", None), trainer.max_epochs
+    if length is None or epochs is None or epochs < 0:
+        return None
+    return epochs * limited_epoch(trainer, length)
+
+
 def planned_steps(trainer: Trainer, data: Any, policy: Any) -> int:
     """Return the most optimizer steps that a policy can take in a run; 1 if not known yet."""
-    length, epochs = getattr(data, "iterations_per_epoch", None), trainer.max_epochs
+    iterations = planned_iterations(trainer, data)
     each, bounds = policy.update.steps, []
-    if length is not None and epochs is not None and epochs >= 0:
+    if iterations is not None:
         schedule = getattr(policy, "schedule", EveryIteration())
-        bounds.append(schedule.count(epochs * limited_epoch(trainer, length)) * each)
+        bounds.append(schedule.count(iterations) * each)
     if trainer.max_steps >= 0:  # the iteration that reaches it is finished
         bounds.append(math.ceil(trainer.max_steps / each) * each)
     return min(bounds, default=1)

@@ -91,11 +91,11 @@ def _foreign_precision(trainer: Trainer) -> Any:
 
 
 _PRECISION_PLUGINS = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 
 _USED: dict[str, Callable[[Any], Any]] = {
     "strategy": _spawning,
-    "precision": _unless("precision", *_PRECISIONS),
+    "precision": _unless("precision", *PRECISIONS),
     "limit_train_batches": lambda trainer: 0 if trainer.limit_train_batches == 0 else None,
     "limit_val_batches": _limit("limit_val_batches"),
     "limit_test_batches": _limit("limit_test_batches"),
@@ -174,7 +174,7 @@ def refuse_precision(trainer: Trainer, *allowed: str) -> None:
     Raises:
         ConfigError: names the supported ones.
     """
-    if trainer.precision not in (*_PRECISIONS, *allowed):
+    if trainer.precision not in (*PRECISIONS, *allowed):
         raise ConfigError(f"trainer.precision={trainer.precision!r}: {TRAINER['precision'].words}")
 
 

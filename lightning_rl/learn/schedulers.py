@@ -111,6 +111,17 @@ def make_scheduler(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> An
     return made
 
 
+def throwaway_scheduler(
+    make: Callable[[Optimizer], Any], optimizer: Callable[[Any], Optimizer]
+) -> Any:
+    """Return a schedule of a parameter that nobody trains, to see what it does.
+
+    Raises:
+        ConfigError: if it cannot be made.
+    """
+    return make_scheduler(make, optimizer([nn.Parameter(torch.zeros(1, 1))]))
+
+
 def automatic(scheduler: Any) -> dict[str, Any]:
     """Return how Lightning is to step a schedule in automatic optimisation.
 
@@ -156,7 +167,7 @@ def check_scheduler(
     Raises:
         ConfigError: if it cannot be made, or ends before the run does.
     """
-    scheduler = make_scheduler(make, optimizer([nn.Parameter(torch.zeros(1))]))
+    scheduler = throwaway_scheduler(make, optimizer)
     with warnings.catch_warnings():  # that the optimizer has not stepped
         warnings.simplefilter("ignore")
         for step in range(min(steps, MOST_STEPS)):

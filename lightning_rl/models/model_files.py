@@ -1,9 +1,10 @@
 """A model's files: checks, and a skeleton for engines that get weights pushed."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from lightning_rl.data.end_tokens import end_tokens_of
@@ -57,6 +58,14 @@ def positions_in(directory: Path, trusted: bool = False) -> int | None:
     """
     loading = Loading(trust_remote_code=trusted)
     configs = [load_config(str(file.parent), loading) for file in directory.rglob("config.json")]
+    return fewest_positions(configs)
+
+
+def fewest_positions(configs: Iterable[PretrainedConfig]) -> int | None:
+    """Return how many tokens models of these configurations have positions for.
+
+    The fewest count; None if no configuration says so.
+    """
     named = (getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs)
     return min((positions for positions in named if positions is not None), default=None)
 

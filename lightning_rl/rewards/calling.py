@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from traceback import TracebackException
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.log import RewardLog
 from lightning_rl.rewards.parts import LARGEST_REWARD, PlainScore
@@ -36,6 +38,22 @@ score of ``None`` means that this reward does not apply to that completion, a :c
 that it could not be graded. Instead of one number per completion, it may return several, as a
 mapping or a list (:func:`~.parts.parts_of`).
 """
+
+
+@runtime_checkable
+class AsksService(Protocol):
+    """A reward that asks a service for each completion, which takes time and may cost money."""
+
+    def tokens_per_call(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float
+    ) -> tuple[float, float] | None:
+        """Return how many tokens a call reads, and how many are written at most; None: unknown.
+
+        Args:
+            tokenizer: counts the tokens of what the reward adds.
+            prompt: tokens of the prompt.
+            completion: tokens of the completion.
+        """
 
 
 @runtime_checkable

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from string import Formatter
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.chat import ChatEngine
@@ -24,6 +26,9 @@ class JudgeError(RewardError):
 
 class JudgeModel(ABC):
     """Answers questions with text."""
+
+    max_tokens: int | None = None
+    """The most tokens of an answer, if a service writes it."""
 
     def start(self) -> None:
         """Get ready for questions; does nothing if already started."""
@@ -65,6 +70,7 @@ class OpenAIJudge(JudgeModel):
         self.api = OpenAIAPI(base_url, api_key_env)
         self.model = model
         self.options = {"temperature": 0.0, "max_tokens": 512} | (options or {})
+        self.max_tokens = self.options["max_tokens"]
 
     async def ask(self, question: str) -> str:
         body = {"model": self.model, "messages": [_user(question)]} | self.options
@@ -191,6 +197,13 @@ class LLMJudge(Remote):
     async def __call__(self, **columns: list[Any]) -> list[Score]:
         self.judge.start()
         return await super().__call__(**columns)
+
+    def tokens_per_call(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float
+    ) -> tuple[float, float] | None:
+        if self.judge.max_tokens is None:
+            return None
+        return len(tokenizer.encode(self.question)) + prompt + completion, self.judge.max_tokens
 
     def close(self) -> None:
         """Close the judge."""

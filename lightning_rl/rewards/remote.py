@@ -5,6 +5,8 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from transformers import PreTrainedTokenizerBase
+
 from lightning_rl.config.arguments import configurable
 from lightning_rl.config.schema import one_line
 from lightning_rl.errors import ConfigError, require_at_least
@@ -60,6 +62,12 @@ class Remote(PerSample):
         self.max_concurrency = max_concurrency
         # A semaphore serves one event loop, and a script may use one after the other.
         self._gates: WeakKeyDictionary[Any, asyncio.Semaphore] = WeakKeyDictionary()
+
+    def tokens_per_call(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float
+    ) -> tuple[float, float] | None:
+        """Return None: what the function asks for is not known."""
+        return None
 
     async def grade_one(self, sample: dict[str, Any]) -> Score:
         log, attempts = RewardLog.of(sample), 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from lightning_rl.callbacks import HFExport, IterationCheckpoint, RerunRecorder
+from lightning_rl.cli.app import planned_iterations
 from lightning_rl.cli.check.memory import in_units
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.learn.optimizer_state import state_bytes
@@ -95,8 +96,8 @@ def disk_plan(
         logged: whether the run has a logger.
         prompt: tokens of the longest prompt.
     """
-    trainer, epochs = module.trainer, module.trainer.max_epochs
-    iterations = data.iterations_per_epoch * epochs if epochs is not None and epochs > 0 else None
+    trainer = module.trainer
+    iterations = planned_iterations(trainer, data) or None
     end = iterations or _ENDLESS
     kept = []
     use_own_saver(trainer)  # as a run does

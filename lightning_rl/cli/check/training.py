@@ -26,6 +26,7 @@ from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Engine, TransformersEngine
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.schedulers import throwaway_scheduler
 from lightning_rl.learn.update_schedules import EveryIteration
 from lightning_rl.models.memory import forward_tokens
 from lightning_rl.models.quantized_layers import weights_in
@@ -217,8 +218,7 @@ def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
     """Warn of a schedule that ends at another step than the run, which is hardly intended."""
     if policy.lr_scheduler is None:
         return
-    optimizer = policy.optimizer([Parameter(torch.zeros(1, 1))])
-    ends = end_of_schedule(policy.lr_scheduler(optimizer))
+    ends = end_of_schedule(throwaway_scheduler(policy.lr_scheduler, policy.optimizer))
     if ends is None or plan.total_steps is None or ends == plan.total_steps:
         return
     yield (

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_rl.cli.process import CommandParser, printable
-from lightning_rl.errors import LightningRLError, require_finite
+from lightning_rl.errors import LightningRLError, require_at_least, require_finite
 
 if TYPE_CHECKING:
     from lightning_rl.cli.rehearse.findings import Finding
@@ -38,10 +38,13 @@ def own_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parser.add_argument("--no_run", action="store_true", help="look for faults, and train nothing")
     card = "GiB of each of the run's GPUs: say whether the run fits on them"
     parser.add_argument("--gpu_memory_gb", type=float, metavar="N", help=card)
+    prices = "prices of a million tokens that a judge reads, and writes: say what they cost"
+    parser.add_argument("--prices", type=float, nargs=2, metavar=("READ", "WRITTEN"), help=prices)
     # argparse would take the value of one of fit's options for a positional argument.
     named = list(arguments[:1]) if arguments and not arguments[0].startswith("-") else []
     own, rest = parser.parse_known_args([*arguments[len(named) :]])
     require_finite(**{"--gpu_memory_gb": own.gpu_memory_gb})
+    require_at_least(0, **{"--prices": min(own.prices or [0])})
     return own, [*(f"--config={file}" for file in named), *rest]
 
 
@@ -55,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     request, found = read(rest), list[Finding]()
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         try:
-            for finding in rehearse(request, Path(scratch), not own.no_run, own.gpu_memory_gb):
+            told = rehearse(request, Path(scratch), not own.no_run, own.gpu_memory_gb, own.prices)
+            for finding in told:
                 found.append(finding)
                 print(printable(f"{finding.kind.value}: {finding}"), file=sys.stderr, flush=True)
         except LightningRLError as error:  # fit would raise it too
@@ -99,7 +103,11 @@ def read(arguments: Sequence[str]) -> Request:
 
 
 def rehearse(
-    request: Request, folder: Path, run: bool = True, card_gb: float | None = None
+    request: Request,
+    folder: Path,
+    run: bool = True,
+    card_gb: float | None = None,
+    prices: Sequence[float] | None = None,
 ) -> Iterator["Finding"]:
     """Yield what a rehearsal finds, as it finds it.
 
@@ -108,18 +116,22 @@ def rehearse(
         folder: for the small model and its run; the caller deletes it.
         run: also train, unless a fault was found that would end the run.
         card_gb: GiB of memory of each GPU; None: the memory is not planned.
+        prices: of a million tokens that a judge reads, and writes; None: unknown.
 
     Raises:
         ConfigError: if ``fit`` would refuse the configuration.
         DataError: if it would refuse the data.
     """
     from lightning_rl.cli.check.command import Built
-    from lightning_rl.cli.rehearse.findings import Kind
+    from lightning_rl.cli.rehearse.another_process import compare_with_another_process
+    from lightning_rl.cli.rehearse.findings import Finding, Kind
+    from lightning_rl.cli.rehearse.judge_cost import Prices
     from lightning_rl.cli.rehearse.predictions import predict
     from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
     from lightning_rl.cli.rehearse.stages import Stages
     from lightning_rl.collect.base import CollectingDataModule
     from lightning_rl.config.yaml_text import dump_yaml
+    from lightning_rl.datamodule import RLDataModule
     from lightning_rl.learn.policies import RolloutModule
 
     def written(name: str, tree: dict[str, Any]) -> Path:
@@ -130,14 +142,22 @@ def rehearse(
     tree, options = request
     planned = written("planned.yaml", without_weights(tree))
     cli = Built(["--config", str(planned), *options], str(folder / "planned"))
-    failed = False
-    for finding in predict(cli, tree, world_size(tree), card_gb):
-        failed = failed or finding.kind is Kind.FAILS
-        yield finding
+    data, kinds = cli.datamodule, dict[str, set[Kind]]()
+
+    def noted(findings: Iterator[Finding]) -> Iterator[Finding]:
+        for finding in findings:
+            kinds.setdefault(finding.key, set()).add(finding.kind)
+            yield finding
+
+    known = None if prices is None else Prices(*prices)
+    yield from noted(predict(cli, tree, world_size(tree), card_gb, known))
     rollouts = isinstance(cli.model, RolloutModule)
-    data = cli.datamodule
+    if rollouts and isinstance(data, RLDataModule):
+        sound = kinds.get("data.rewards", set()) <= {Kind.TRIED}
+        tokenizer = data.load_tokenizer(cli.model)
+        yield from noted(compare_with_another_process(data, tokenizer, planned, options, sound))
     evaluates = not isinstance(data, CollectingDataModule) or data.evaluates
-    if not run or failed:
+    if not run or any(Kind.FAILS in found for found in kinds.values()):
         return
     notes: list[Finding] = []
     small = written("small.yaml", Smaller(tree, folder, notes.append).make())

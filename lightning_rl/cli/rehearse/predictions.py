@@ -6,25 +6,28 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Parameter
 
 from lightning_rl.agents.tools import ToolAgent
 from lightning_rl.callbacks import Evaluate, HFExport, IterationCheckpoint
-from lightning_rl.cli.app import planned_steps
+from lightning_rl.cli.app import planned_iterations, planned_steps
 from lightning_rl.cli.check.command import Built, connect, require_monitored
 from lightning_rl.cli.check.disk import disk_plan
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.reward_trial import try_rewards
 from lightning_rl.cli.check.training import end_of_schedule
 from lightning_rl.cli.rehearse.findings import Finding, Kind
-from lightning_rl.cli.rehearse.smaller import Tree
+from lightning_rl.cli.rehearse.judge_cost import Prices, judge_costs
+from lightning_rl.cli.rehearse.smaller import Tree, precision_of
 from lightning_rl.cli.rehearse.tool_trial import try_tools
 from lightning_rl.collect.tasks import Task
+from lightning_rl.config.lightning_flags import PRECISIONS, TRAINER
 from lightning_rl.config.schema import one_line
 from lightning_rl.config.secrets import found_in
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.learn.schedulers import throwaway_scheduler
+from lightning_rl.models.model_files import fewest_positions
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
@@ -36,7 +39,9 @@ _SHARE = 0.1
 """Share of prompts, or of a run's steps, that is worth a word."""
 
 
-def predict(cli: Built, tree: Tree, gpus: int, card_gb: float | None) -> Iterator[Finding]:
+def predict(
+    cli: Built, tree: Tree, gpus: int, card_gb: float | None, prices: Prices | None
+) -> Iterator[Finding]:
     """Yield what can be said of a run without running it.
 
     Args:
@@ -44,6 +49,7 @@ def predict(cli: Built, tree: Tree, gpus: int, card_gb: float | None) -> Iterato
         tree: its whole configuration.
         gpus: the number of its training processes.
         card_gb: GiB of memory of each GPU; None: the memory is not planned.
+        prices: of a million tokens of a judge; None: unknown.
 
     Raises:
         ConfigError: for a mistake that ``fit`` would refuse.
@@ -55,6 +61,8 @@ def predict(cli: Built, tree: Tree, gpus: int, card_gb: float | None) -> Iterato
     module, data = cli.model, cli.datamodule
     if not isinstance(module, RolloutModule) or not isinstance(data, RLDataModule):
         return
+    if (precision := precision_of(tree)) not in PRECISIONS:  # Lightning has others on a CPU
+        yield _fails("trainer.precision", f"{precision}: {TRAINER['precision'].words}")
     connect(cli)
     data.load_prompts("fit")
     train = [prompt for _, prompt in data.train_prompts.numbered()]
@@ -62,8 +70,14 @@ def predict(cli: Built, tree: Tree, gpus: int, card_gb: float | None) -> Iterato
     yield from _held_out(data, train)
     yield from _sampling(data)
     yield from _window(module, data, train)
-    yield from _rewards(data, data.load_tokenizer(module))
+    tokenizer = data.load_tokenizer(module)
+    yield from _rewards(data, tokenizer)
+    # Of one epoch if the run has no end.
+    iterations = planned_iterations(cli.trainer, data) or data.iterations_per_epoch
     for task in data.train_tasks:
+        own = [prompt for prompt in train if prompt.set == task.name]
+        graded = iterations * _drawn(data, task) * task.group_size
+        yield from judge_costs(task, own, tokenizer, graded, prices)
         if isinstance(task.agent, ToolAgent):
             yield from try_tools(task.agent.toolbox)
     try:
@@ -104,8 +118,7 @@ def _prompts(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
                 _key(task, "train_prompts.max_prompt_tokens"),
                 f"{rows - fit} of {rows} rows are longer, and dropped; raise it",
             )
-        share = data.train_prompts.shares().get(task.name, 1.0)
-        if fit < (drawn := math.ceil(share * data.groups_per_iteration)):
+        if fit < (drawn := math.ceil(_drawn(data, task))):
             yield _wastes(
                 _key(task, "train_prompts"),
                 f"{fit} rows for {drawn} groups an iteration (data.groups_per_iteration), so each "
@@ -116,6 +129,11 @@ def _prompts(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
             yield _wastes(
                 _key(task, "train_prompts"), f"{repeated} of {fit} rows repeat another's prompt"
             )
+
+
+def _drawn(data: RLDataModule, task: Task) -> float:
+    """Return the expected number of a task's groups in an iteration."""
+    return data.train_prompts.shares().get(task.name, 1.0) * data.groups_per_iteration
 
 
 def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
@@ -137,12 +155,14 @@ def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
     assert data.trainer is not None
     for callback in find_callbacks(data.trainer, Evaluate):
         between = callback.every_n_iterations * data.groups_per_iteration * sampled
+        text = (
+            f"an evaluation has {asked} completions; until the next, {between:.0f} are trained on"
+        )
         if asked > between:
-            yield _wastes(
-                "data.evaluation.limit",
-                f"an evaluation has {asked} completions, more than the {between:.0f} that are "
-                "trained on until the next; lower it, or raise Evaluate.every_n_iterations",
-            )
+            advice = "; lower it, or raise Evaluate.every_n_iterations"
+            yield _wastes("data.evaluation.limit", text + advice)
+        else:
+            yield Finding(Kind.TRIED, "data.evaluation", text)
 
 
 def _sampling(data: RLDataModule) -> Iterator[Finding]:
@@ -158,17 +178,17 @@ def _sampling(data: RLDataModule) -> Iterator[Finding]:
 
 
 def _window(module: Any, data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
-    limits = []
-    for policy in module.policies.values():
-        config = load_config(policy.model, policy.loading).get_text_config()
-        limits.append(getattr(config, "max_position_embeddings", None) or math.inf)
+    policies = module.policies.values()
+    positions = fewest_positions(load_config(one.model, one.loading) for one in policies)
+    if positions is None:
+        return
     for task in data.train_tasks:
-        room = min(limits) - task.sampling.max_tokens
+        room = positions - task.sampling.max_tokens
         long = sum(len(p.token_ids) > room for p in train if p.set == task.name)
         if long:
             yield _fails(
                 _key(task, "sampling.max_tokens"),
-                f"{task.sampling.max_tokens} leaves {max(0, room)} of the model's {min(limits)} "
+                f"{task.sampling.max_tokens} leaves {max(0, room)} of the model's {positions} "
                 f"positions for a prompt, and {long} prompts are longer",
             )
 
@@ -199,7 +219,7 @@ def _schedule(cli: Built) -> Iterator[Finding]:
             continue
         steps = planned_steps(cli.trainer, cli.datamodule, policy)
         key = f"model.policies.{name}.lr_scheduler" if name else "model.lr_scheduler"
-        scheduler = policy.lr_scheduler(policy.optimizer([Parameter(torch.zeros(1, 1))]))
+        scheduler = throwaway_scheduler(policy.lr_scheduler, policy.optimizer)
         ends = end_of_schedule(scheduler)
         if ends is not None and abs(ends - steps) > _SHARE * steps:
             yield _wastes(key, f"it ends after {ends} optimizer steps, but the run after {steps}")
@@ -210,12 +230,8 @@ def _schedule(cli: Built) -> Iterator[Finding]:
 
 def _intervals(cli: Built) -> Iterator[Finding]:
     """Yield callbacks that act less often than the run is long."""
-    trainer, data = cli.trainer, cli.datamodule
-    epochs = trainer.max_epochs
-    if epochs is None or epochs < 1:
-        return
-    iterations = data.iterations_per_epoch * epochs
-    regular = (c for c in callbacks_of(trainer) if isinstance(c, _REGULAR))
+    iterations = planned_iterations(cli.trainer, cli.datamodule) or math.inf
+    regular = (c for c in callbacks_of(cli.trainer) if isinstance(c, _REGULAR))
     for callback in regular:
         if (every := callback.every_n_iterations) > iterations:
             yield _wastes(

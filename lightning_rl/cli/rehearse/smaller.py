@@ -17,6 +17,16 @@ _GROUP_SIZE, _MAX_TOKENS, _HELD_OUT, _SAMPLES, _MAX_BATCHES = 4, 32, 4, 2, 8
 REWARD = "lightning_rl.cli.rehearse.spread.by_chance"
 _GPU_ENGINES = ("VLLMLocal", "VLLMServer", "RayEngine")
 _KEPT_OF_ENGINE = ("max_model_len", "enable_prefix_caching", "adapters")
+_ON_CPUS = {
+    "MemoryTransport": {},
+    "CheckpointTransport": {},
+    "CollectiveTransport": {"backend": "gloo", "host": "127.0.0.1"},
+}
+"""Transports that connect processes without GPUs, and their settings there."""
+_ALIASES = {"None": "32-true", "32": "32-true", "64": "64-true", "16": "16-mixed",
+            "bf16": "bf16-mixed"}  # fmt: skip
+_OF_GPUS = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+"""Precisions that need a GPU, with those that a CPU has in their place."""
 _AXES = ("sequence", "tensor", "expert", "tensor_parallel_size")
 
 
@@ -46,6 +56,12 @@ def world_size(tree: Tree) -> int:
     return max(1, int(count) if str(count).isdecimal() else 1) * (trainer.get("num_nodes") or 1)
 
 
+def precision_of(tree: Tree) -> str:
+    """Return the trainer's precision by its full name, such as ``bf16-mixed``."""
+    given = str(tree["trainer"].get("precision"))
+    return _ALIASES.get(given, given)
+
+
 def without_weights(tree: Tree) -> Tree:
     """Return the configuration for one process on a CPU that reads no model's weights.
 
@@ -62,6 +78,9 @@ def without_weights(tree: Tree) -> Tree:
         "precision": "32-true", "plugins": None,
         "logger": False if trainer.get("logger") is False else logger,
     }  # fmt: skip
+    for _, node in nodes(trainer.get("callbacks")):  # transports may need a GPU to be made
+        if "transport" in node:
+            node["transport"] = None
     for _, node in nodes(planned["model"]):
         if isinstance(node.get("model"), str):
             node["loading"] = (node.get("loading") or {}) | {"random_init": True}
@@ -131,16 +150,15 @@ class Smaller:
 
     def _make_trainer(self, trainer: Tree) -> None:
         processes = self._strategy(trainer)
-        if (precision := trainer.get("precision")) not in (None, 32, "32", "32-true"):
-            self._untried("trainer.precision", f"{precision} is slow on a CPU; 32-true was used")
         for logger in _listed(trainer.get("logger")):
             if class_of(logger) not in ("TensorBoardLogger", "CSVLogger", ""):
                 self._untried("trainer.logger", f"{class_of(logger)} would send to its service")
         runs = {"save_dir": str(self._folder), "name": "run"}
         trainer |= {
-            "accelerator": "cpu", "devices": processes, "num_nodes": 1, "precision": "32-true",
-            "logger": {"class_path": "CSVLogger", "init_args": runs}, "max_epochs": 1,
-            "max_steps": -1, "default_root_dir": str(self._folder), "plugins": None,
+            "accelerator": "cpu", "devices": processes, "num_nodes": 1,
+            "precision": self._precision(), "max_epochs": 1, "max_steps": -1,
+            "logger": {"class_path": "CSVLogger", "init_args": runs},
+            "default_root_dir": str(self._folder), "plugins": None,
             "enable_model_summary": False, "enable_checkpointing": True,
             "callbacks": list(self._callbacks(trainer)),
         }  # fmt: skip
@@ -167,6 +185,14 @@ class Smaller:
         strategy["init_args"] = given | dict.fromkeys(axes, 2)
         return int(2 ** max(1, len([name for name in axes if name != "expert"])))
 
+    def _precision(self) -> str:
+        precision = precision_of(self._big)
+        if precision in ("32-true", "64-true", "bf16-mixed", "bf16-true"):
+            return precision
+        used = _OF_GPUS.get(precision, "32-true")
+        self._untried("trainer.precision", f"{precision} needs a GPU; {used} was used")
+        return used
+
     def _callbacks(self, trainer: Tree) -> Iterator[Tree]:
         classes = set()
         for callback in _listed(trainer.get("callbacks")):
@@ -188,16 +214,34 @@ class Smaller:
                 given["every_n_iterations"] = 1
             if name == "IterationCheckpoint":
                 given |= {"keep_last": ITERATIONS, "max_time": None}
-            if name == "WeightSync" and (transport := class_of(given.get("transport"))):
-                self._untried(key, f"{transport} connects processes; weights stay in one here")
-                given["transport"] = None
+            if name == "WeightSync" and given.get("transport"):
+                given["transport"] = self._transport(key, given["transport"])
             yield node
         for name in ("IterationCheckpoint", "HFExport"):
             if name not in classes:
                 every = {"every_n_iterations": 1} if name == "IterationCheckpoint" else {}
                 yield {"class_path": name, "init_args": every}
 
+    def _transport(self, key: str, transport: Any) -> Any:
+        name = class_of(transport)
+        if not self._serves:
+            self._untried(key, f"{name} connects processes; weights stay in one here")
+            return None
+        if name not in _ON_CPUS:
+            self._untried(key, f"{name} needs GPUs; weights go through shared memory instead")
+            return None
+        given = dict(transport.get("init_args") or {}) if isinstance(transport, dict) else {}
+        if name == "CheckpointTransport":
+            given["directory"] = str(self._folder / "weights")
+        return {"class_path": name, "init_args": given | _ON_CPUS[name]}
+
     # ---------------------------------------------------------------- data
+
+    @property
+    def _serves(self) -> bool:
+        """True if servers of vLLM write here too, to which weights are pushed as in the run."""
+        data = self._big["data"].get("init_args") or {}
+        return class_of(data.get("engine")) == "VLLMServer" and find_spec("vllm") is not None
 
     def _make_data(self, data: Tree) -> None:
         if "engine" in data:
@@ -233,15 +277,21 @@ class Smaller:
         if name not in (*_GPU_ENGINES, ""):
             return engine
         local = "VLLMLocal" if find_spec("vllm") else "TransformersEngine"
+        kept = {name: given[name] for name in _KEPT_OF_ENGINE if given.get(name) is not None}
+        if self._serves:
+            local, kept["replicas"] = name, min(2, given.get("replicas") or 1)
+            if given.get("urls"):
+                self._untried("data.engine.urls", "servers of this machine write in their place")
         if name not in ("", local):
             self._untried("data.engine", f"{local} writes in place of {name}")
         if local == "TransformersEngine":
             return local
         left = sorted(k for k, v in given.items() if v and k not in (*_KEPT_OF_ENGINE, "dtype"))
-        ours = {"gpu_memory_utilization", "max_num_seqs", "replicas", "tensor_parallel_size"}
+        ours = {
+            "gpu_memory_utilization", "max_num_seqs", "replicas", "tensor_parallel_size", "urls",
+        }  # fmt: skip
         if needs_gpu := [name for name in left if name not in ours]:
             self._untried("data.engine", f"settings for GPUs: {', '.join(needs_gpu)}")
-        kept = {name: given[name] for name in _KEPT_OF_ENGINE if given.get(name) is not None}
         return {"class_path": local, "init_args": kept}
 
 

@@ -6,15 +6,24 @@ import pytest
 import torch
 import transformers as hf
 
+from lightning_rl.agents.base import SingleTurn
 from lightning_rl.agents.tools import Toolbox
 from lightning_rl.cli.rehearse.findings import Finding, Kind, RunVerdict
+from lightning_rl.cli.rehearse.judge_cost import Prices, judge_costs
 from lightning_rl.cli.rehearse.smaller import REWARD, Smaller, without_weights, world_size
 from lightning_rl.cli.rehearse.spread import by_chance
 from lightning_rl.cli.rehearse.tiny_model import MOST_PARAMETERS, shrunk, write_tiny
 from lightning_rl.cli.rehearse.tool_trial import try_tools
+from lightning_rl.collect.tasks import Task
+from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import Loading
+from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.judge import LLMJudge, OpenAIJudge
+from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
+from recipes.sort_digits.reward import exact_match
 
 KINDS = [
     "Llama", "Qwen2", "Qwen3", "Qwen3Moe", "Qwen3Next", "Gemma3Text", "Mistral", "DeepseekV3",
@@ -123,7 +132,7 @@ def test_a_small_run_is_small_local_and_says_what_it_leaves_out(big_model, tmp_p
     assert "ckpt_path" not in small
     assert (trainer["accelerator"], trainer["devices"], trainer["num_nodes"]) == ("cpu", 4, 1)
     assert trainer["strategy"]["init_args"] == {"sequence": 2, "tensor": 2, "expert": 1}
-    assert trainer["precision"] == "32-true"
+    assert trainer["precision"] == "bf16-mixed"
     export, evaluate, checkpoint = trainer["callbacks"]
     assert export["init_args"]["push_to_hub"] is None
     assert evaluate["init_args"]["every_n_iterations"] == 1
@@ -136,9 +145,54 @@ def test_a_small_run_is_small_local_and_says_what_it_leaves_out(big_model, tmp_p
     assert (tmp_path / "model_0" / "model.safetensors").is_file()
     untried = {finding.key for finding in notes if finding.kind is Kind.UNTRIED}
     assert untried == {
-        "ckpt_path", "trainer.devices", "trainer.precision", "trainer.logger",
-        "trainer.callbacks.HFExport", "data.engine",
+        "ckpt_path", "trainer.devices", "trainer.logger", "trainer.callbacks.HFExport",
+        "data.engine",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "used", "untried"),
+    [
+        (32, "32-true", False),
+        ("bf16-true", "bf16-true", False),
+        ("16-mixed", "bf16-mixed", True),
+        ("transformer-engine", "32-true", True),
+    ],
+)
+def test_the_precision_is_the_runs_where_a_cpu_has_it(given, used, untried, big_model, tmp_path):
+    notes, tree = [], configuration(big_model)
+    tree["trainer"]["precision"] = given
+    assert Smaller(tree, tmp_path, notes.append).make()["trainer"]["precision"] == used
+    assert ("trainer.precision" in {note.key for note in notes}) == untried
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "used"),
+    [
+        ("CollectiveTransport", {"backend": "nccl", "host": "10.0.0.1", "keep_copy": False},
+         {"backend": "gloo", "host": "127.0.0.1", "keep_copy": False}),
+        ("CheckpointTransport", {"directory": "/shared", "keep": 3}, {"keep": 3}),
+        ("NCCLTransport", {}, None),
+    ],
+)  # fmt: skip
+def test_servers_get_weights_as_in_the_run(name, given, used, big_model, tmp_path):
+    notes, tree = [], configuration(big_model)
+    servers = {"replicas": 8, "tensor_parallel_size": 4, "max_model_len": 64}
+    tree["data"]["init_args"]["engine"] = {"class_path": "VLLMServer", "init_args": servers}
+    transport = {"class_path": f"lightning_rl.{name}", "init_args": given}
+    sync = {"class_path": "WeightSync", "init_args": {"transport": transport}}
+    tree["trainer"]["callbacks"] = [sync]
+    small = Smaller(tree, tmp_path, notes.append).make()
+    engine = small["data"]["init_args"]["engine"]
+    assert engine == {"class_path": "VLLMServer", "init_args": {"max_model_len": 64, "replicas": 2}}
+    made = small["trainer"]["callbacks"][0]["init_args"]["transport"]
+    if used is None:
+        assert made is None
+        assert "trainer.callbacks.WeightSync" in {note.key for note in notes}
+        return
+    if name == "CheckpointTransport":
+        used = used | {"directory": str(tmp_path / "weights")}
+    assert made == {"class_path": name, "init_args": used}
 
 
 def test_a_supervised_run_is_cut_to_as_many_updates(big_model, tmp_path):
@@ -188,6 +242,22 @@ def test_tools_are_called_as_a_model_would():
     assert (sound.kind, sound.text) == (Kind.TRIED, "doubled answers")
     assert blocked.kind is Kind.FAILS
     assert "stuck did not return within call_timeout=0.1 s" in blocked.text
+
+
+def test_a_run_is_told_what_its_judge_reads_writes_and_costs():
+    tokenizer = make_tokenizer()
+    judge = OpenAIJudge("http://127.0.0.1:9/v1", "judge", options={"max_tokens": 20})
+    rewards = Rewards([exact_match, LLMJudge(judge, question="123{completion}")])
+    task = Task("", IterablePrompts(["12"]), SingleTurn(), rewards, Sampling(max_tokens=10), 4, 1.0)
+    question = len(tokenizer.encode("123{completion}"))
+    prompts = [Prompt("0", "12", [1, 2]), Prompt("1", "1234", [1, 2, 3, 4])]
+    graded, (read, written) = 1e6, (question + 3 + 10, 20)
+    [finding] = judge_costs(task, prompts, tokenizer, graded, Prices(2.0, 0.5))
+    assert "judge asks a service 1,000,000 times in a run" in finding.text
+    assert f"reads {read * graded:.2g} tokens and writes 2e+07 at most" in finding.text
+    assert f": {2.0 * read + 0.5 * written:,.2f} at 2 and 0.5 a million" in finding.text
+    [unpriced] = judge_costs(task, prompts, tokenizer, graded, None)
+    assert unpriced.text == finding.text.rpartition(":")[0]
 
 
 @pytest.mark.parametrize(
