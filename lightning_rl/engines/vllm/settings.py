@@ -126,6 +126,13 @@ class EngineSettings:
                 "do not depend on its batch)"
             )
 
+        if self.options.get("speculative_config"):
+            raise ConfigError(
+                "engine options.speculative_config is not supported on CPUs, where vLLM (tried "
+                "with 0.32) then samples tokens of other probabilities and returns nan for their "
+                "logprobs; leave it out"
+            )
+
     def environment(self) -> dict[str, str]:
         """Return environment variables of vLLM's process, in addition to the inherited ones."""
         variables = {}

@@ -454,6 +454,10 @@ def test_an_engine_sleeps_only_where_nothing_is_asked_of_it_meanwhile():
         ),
         ({"batch_invariant": True}, "batch_invariant=true is not supported on CPUs"),
         (
+            {"options": {"speculative_config": {"method": "ngram"}}},
+            "options.speculative_config is not supported on CPUs",
+        ),
+        (
             {"quantization": "fp8"},
             "quantization='fp8' is not supported on CPUs.* use fp8_per_channel",
         ),
