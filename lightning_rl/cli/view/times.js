@@ -61,7 +61,7 @@ function fillTimes(card, { run, rows }) {
   const sums = parts.map((part) => rows.reduce((total, row) => total + (Number(row[`time/${part}`]) || 0), 0));
   card.replaceChildren(el("h2", {}, run.name, el("span", { class: "soft" }, `${rows.length} iterations, ${format(whole)} s`)), svg,
     el("table", {}, el("tbody", {},
-      el("tr", {}, el("th", {}, "part"), ...parts.map((part, i) => el("th", { class: "number" }, el("i", { class: "dot", style: `display: inline-block; margin-right: 5px; background: ${partColour(i)}` }), part))),
+      el("tr", {}, el("th", {}, "part"), ...parts.map((part, i) => el("th", { class: "number" }, el("i", { class: "dot", style: `background: ${partColour(i)}` }), part))),
       el("tr", {}, el("th", {}, "mean s"), ...sums.map((sum) => el("td", { class: "number" }, format(sum / rows.length)))),
       el("tr", {}, el("th", {}, "share"), ...sums.map((sum) => el("td", { class: "number" }, `${(100 * sum / whole).toFixed(1)} %`))))));
 }

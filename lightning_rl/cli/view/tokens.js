@@ -161,10 +161,9 @@ function paint(row, tokens, found) {
   $("#legend").replaceChildren(legend(colourBy, tokens, found));
 }
 
-async function drawDetail(place) {
-  const row = view.rollouts[place];
-  const [tokens, shown] = [await tokensOf(place), await pictureData()];
-  if (rollouts.open !== place) return; // another one was opened meanwhile
+async function drawDetail(row) {
+  const [tokens, shown] = [await tokensOf(row), await pictureData()];
+  if (rollouts.open !== row) return; // another one was opened meanwhile
   const found = quantitiesOf(tokens);
   const choices = { mask: "mask", versions: "version", ...Object.fromEntries(Object.entries(QUANTITIES).map(([name, q]) => [name, q.label])) };
   const select = el("select", { "aria-label": "colour by", onchange: (event) => { colourBy = event.target.value; paint(row, tokens, found); } },
@@ -173,7 +172,7 @@ async function drawDetail(place) {
   if (!(colourBy in found) && colourBy in QUANTITIES) colourBy = select.value = "logprobs" in found ? "logprobs" : "mask";
   const read = promptRead(row);
   const seen = picturesOf(read, shown, true).map(([, image]) => image);
-  $(".detail").replaceChildren(...details(row, place), ...transcript(row), el("h3", {}, `Prompt, ${read.prompt_tokens} tokens`),
+  $(".detail").replaceChildren(...details(row), ...transcript(row), el("h3", {}, `Prompt, ${read.prompt_tokens} tokens`),
     ...(seen.length ? [el("div", { class: "pictures", id: "pictures-shown" }, ...seen)] : []),
     el("div", { class: "text-block mono prompt", id: "prompt" }, tokens.prompt.slice(read.promptAt, read.promptAt + read.prompt_tokens).join("")),
     ...(read.number ? [el("h3", {}, "Its row of the data"), el("div", { class: "text-block mono prompt" }, row.prompt)] : []),
@@ -183,7 +182,7 @@ async function drawDetail(place) {
   paint(row, tokens, found);
 }
 
-function details(row, place) {
+function details(row) {
   const fact = (name, value) => el("div", {}, el("small", {}, name), value);
   const versions = row.oldest === null ? "none" : row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`;
   const facts = [
@@ -198,15 +197,14 @@ function details(row, place) {
   const said = Object.entries(row.flags).map(([flag, places]) => el("li", {}, el("span", { class: "flag" }, flag), view.flags[flag],
     ...places.slice(0, 5).map((i) => el("button", { onclick: () => $(`#completion [data-token="${i}"]`).scrollIntoView({ block: "center" }) }, `token ${i + 1}`)),
     places.length > 5 ? ` and ${places.length - 5} more` : null));
-  const group = view.rollouts.map((other, at) => ({ other, at }))
-    .filter(({ other }) => other.group_id === row.group_id && other.iteration === row.iteration && other.run === row.run);
+  const group = view.rollouts.filter((other) => other.group_id === row.group_id && other.iteration === row.iteration && other.run === row.run);
   return [
-    el("h2", { class: "mono" }, row.id ?? `rollout ${place}`),
+    el("h2", { class: "mono" }, row.id ?? `rollout ${row.place}`),
     said.length ? el("ul", { class: "flags-said" }, ...said) : null,
     row.error ? el("p", { class: "bad" }, row.error) : null,
     el("div", { class: "facts" }, ...facts),
     group.length > 1 ? el("h3", {}, `Rewards of its group (${group.length} recorded)`) : null,
-    group.length > 1 ? el("div", { class: "siblings" }, ...group.map(({ other, at }) => el("button", { "aria-current": String(at === place), onclick: () => openRollout(at) }, format(other.reward)))) : null,
+    group.length > 1 ? el("div", { class: "siblings" }, ...group.map((other) => el("button", { "aria-current": String(other === row), onclick: () => openRollout(other) }, format(other.reward)))) : null,
   ].filter(Boolean);
 }
 

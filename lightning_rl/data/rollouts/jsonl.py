@@ -114,12 +114,7 @@ class JSONLRollouts(RolloutFile):
         total = 0
         for total, numbered in enumerate(whole_lines(self.path), 1):  # noqa: B007
             last.append(numbered)
-        records = []
-        for number, line in last:
-            where = f"{self.path}:{number}"
-            record = checked(where, without_data(parsed(where, line)))
-            records.append({"id": str(number)} | record)
-        return records, total
+        return [record_of(f"{self.path}:{number}", line) for number, line in last], total
 
 
 def as_lines(records: Iterable[Record]) -> str:
@@ -168,6 +163,16 @@ def parsed(where: str, line: bytes) -> Record:
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a rollout as a JSON object, got {_beginning(line)}")
     return record
+
+
+def record_of(where: str, line: bytes) -> Record:
+    """Return the record of a line for viewers; without an id, its line number is its id.
+
+    Raises:
+        DataError: naming the location, ``file:12``, if the line is not a rollout.
+    """
+    record = checked(where, without_data(parsed(where, line)))
+    return {"id": where.rpartition(":")[2]} | record
 
 
 def _one_line(text: str) -> str:

@@ -1,7 +1,6 @@
 """Branching: exact forks, of environments and of programs, and what each way to go on is worth."""
 
 import asyncio
-import json
 import random
 from dataclasses import replace
 from itertools import product
@@ -34,7 +33,7 @@ from lightning_rl.rollout import Fork, Prompt, Rollout, RolloutStatus
 from lightning_rl.serving import FunctionAgent
 from tests.support.agents import Hashing, long_game
 from tests.support.lots import LotEngine
-from tests.support.planted_run import blocks_of
+from tests.support.planted_run import rollouts_of
 from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tiny_models import chatml_tokenizer
@@ -349,7 +348,7 @@ def test_previews_and_the_page_say_where_it_branched(tree, tmp_path):
     assert gaps(rows_of(branch)[0]) == [(2, 0.0)]
     assert len(gaps(rows_of(branch | {"fork": None})[0])) == 2
     page = build_page([run])
-    forks = [row["fork"] for row in json.loads(blocks_of(page)["index"])["rollouts"]]
+    forks = [row["fork"] for row in rollouts_of(page)]
     assert [fork and fork["calls"] for fork in forks] == [None, 1, 1, 2, None]
 
 

@@ -23,7 +23,7 @@ from lightning_rl.errors import DataError, EngineError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rollout import Call, RolloutStatus, Row, SamplingDistribution
 from tests.support.lots import LotEngine
-from tests.support.planted_run import blocks_of
+from tests.support.planted_run import rollouts_of
 from tests.support.small_run import Rows, data_module, grpo, trainer_of
 from tests.support.three_calls import ThreeCalls
 from tests.support.tolerances import distance
@@ -146,7 +146,7 @@ def test_the_page_holds_all_rows_and_flags_count_on(talk, tmp_path):
     file.append([talk(reward=1.0), bad], 0)
     run = read_run(file.path, 10)
     assert [find_flags(record) for record in run.rollouts] == [{}, {"number": [6]}]
-    row = json.loads(blocks_of(build_page([run]))["index"])["rollouts"][0]
+    row = rollouts_of(build_page([run]))[0]
     assert (row["prompt_tokens"], row["tokens"], row["oldest"], row["newest"]) == (5, 7, 3, 5)
     assert row["rows"] == [
         {"role": "", "prompt_tokens": 2, "tokens": 4, "pictures": []},

@@ -11,9 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
 from lightning_rl.cli import main
+from lightning_rl.cli.view.blocks import TOKEN_COLUMNS
 from lightning_rl.cli.view.command import main as view
 from lightning_rl.cli.view.flags import FLAGS, find_flags
-from lightning_rl.cli.view.page import TOKEN_COLUMNS, build_page
+from lightning_rl.cli.view.page import build_page
 from lightning_rl.cli.view.runs import Run, find_runs, read_run
 from lightning_rl.data.rollouts.rows import turns_as_text, turns_of
 from lightning_rl.data.rollouts.token_texts import TokenPieces
@@ -25,6 +26,7 @@ from tests.support.planted_run import (
     blocks_of,
     good_rollout,
     planted_rollouts,
+    rollouts_of,
     write_run,
 )
 
@@ -208,9 +210,10 @@ def test_the_page_holds_every_number_and_loads_nothing(tmp_path):
     index = json.loads(blocks["index"])
     records = planted_rollouts()
 
-    assert [row["id"] for row in index["rollouts"]] == [r["id"] for r in records]
-    assert [row["reward"] for row in index["rollouts"]] == [r["reward"] for r in records]
-    by_id = {row["id"]: row for row in index["rollouts"]}
+    rows = rollouts_of(page)
+    assert [row["id"] for row in rows] == [r["id"] for r in records]
+    assert [row["reward"] for row in rows] == [r["reward"] for r in records]
+    by_id = {row["id"]: row for row in rows}
     assert {flag: list(by_id[flag]["flags"]) for flag in PLANTED} == {f: [f] for f in PLANTED}
     assert by_id["gap"]["gap"] == 2.0
     assert by_id["reward"]["reward_parts"] == {"exact": 1.0, "style": "nan"}  # JSON has no nan
@@ -224,7 +227,7 @@ def test_the_page_holds_every_number_and_loads_nothing(tmp_path):
     assert list(columns["trainer_logprobs"][place : place + 4]) == [-0.5, -0.25, -3.0, -0.125]
     assert list(columns["logprobs"][place : place + 4]) == [-0.5, -0.25, -1.0, -0.125]
     words = array("I", blocks["tokens-0"][4 * prompts : 4 * (prompts + tokens)])
-    texts = [index["texts"][word] for word in words]
+    texts = [index["runs"][0]["blocks"][0]["texts"][word] for word in words]
     assert texts[place : place + 4] == ["hel", "lo", " you", "<eos>"]
     assert list(blocks["tokens-0"][-tokens:][place : place + 4]) == [1, 1, 1, 1]
     versions = array("i", blocks["tokens-0"][-5 * tokens : -tokens])
@@ -232,7 +235,8 @@ def test_the_page_holds_every_number_and_loads_nothing(tmp_path):
     assert list(versions[place : place + 4]) == [3, 3, 2, 3]
 
     assert HOSTILE not in page
-    assert "default-src 'none'" in page
+    assert "default-src 'none'; script-src 'sha256-" in page
+    assert "connect-src 'none'" in page
     assert not re.search(r'(src|href)\s*=\s*["\']|@import|url\(|fetch\(|XMLHttp', page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}  # a name
 
@@ -254,9 +258,7 @@ def test_long_runs_are_cut_into_blocks(tmp_path):
 
 def listed(**changes):
     """Return how the list shows a rollout's question, and the end of its answer."""
-    [row] = json.loads(
-        blocks_of(build_page([Run("a", rollouts=[good_rollout(**changes)])]))["index"]
-    )["rollouts"]
+    [row] = rollouts_of(build_page([Run("a", rollouts=[good_rollout(**changes)])]))
     return row["asked"], row["answered"]
 
 
@@ -456,6 +458,6 @@ def test_an_interaction_is_told_turn_by_turn():
 def test_the_page_holds_transcripts(tmp_path):
     (tmp_path / "rollouts.jsonl").write_text(lines_of(debate(id="d"), good_rollout()))
     page = build_page([read_run(tmp_path / "rollouts.jsonl", 10)])
-    told, plain = json.loads(blocks_of(page)["index"])["rollouts"]
+    told, plain = rollouts_of(page)
     assert (told["turns"], plain["turns"]) == (turns_of(debate()["completion"]), [])
     assert told["completion"].startswith("prover0: no\nprover1: ")
