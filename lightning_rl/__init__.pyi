@@ -234,6 +234,9 @@ from lightning_rl.rewards.base import (
 from lightning_rl.rewards.judge import (
     LLMJudge as LLMJudge,
 )
+from lightning_rl.rewards.length import (
+    LengthReward as LengthReward,
+)
 from lightning_rl.rewards.math_answers import (
     MathVerify as MathVerify,
 )

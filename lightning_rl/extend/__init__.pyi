@@ -214,6 +214,11 @@ from lightning_rl.rewards.judge import (
     JudgeModel as JudgeModel,
     OpenAIJudge as OpenAIJudge,
 )
+from lightning_rl.rewards.length import (
+    LengthScale as LengthScale,
+    LinearLength as LinearLength,
+    RankedLength as RankedLength,
+)
 from lightning_rl.rewards.log import (
     TrainerState as TrainerState,
 )

@@ -159,6 +159,28 @@ def score_range(function: RewardFunction) -> tuple[float, float]:
     return low, high
 
 
+def require_order(called: Mapping[str, RewardFunction]) -> None:
+    """Refuse a function that reads a score which does not exist when it is called.
+
+    Args:
+        called: the functions by name, in the order in which they are called. One that reads another
+            score, from the rollouts, names it in its attribute ``reads``.
+
+    Raises:
+        ConfigError: names both.
+    """
+    earlier: list[str] = []
+    for name, function in called.items():
+        wanted = getattr(function, "reads", None)
+        if wanted is not None and wanted.partition("/")[0] not in earlier:
+            raise ConfigError(
+                f"reward {name} reads the score of {wanted!r}, but the rewards before it are "
+                f"{', '.join(earlier) or 'none'}; name one of these, or put {wanted!r} before it "
+                "(rewards of a whole batch come after all others)"
+            )
+        earlier.append(name)
+
+
 class RewardCaller:
     """Calls reward functions: plain ones one at a time, in a thread that can be abandoned.
 

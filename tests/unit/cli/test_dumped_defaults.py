@@ -60,6 +60,8 @@ NEEDED = {
     "JSONLPrompts": {"path": "rows.jsonl"},
     "KTODataModule": {"train": PROMPTS},
     "KTOModule": {"model": "base"},
+    "LengthReward": {"scale": of("RankedLength")},
+    "LinearLength": {"longest": 20},
     "LinearSchedule": {"start": 0.5, "final": 0.1, "iterations": 10},
     "LLMJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
     "MetricFloorGuard": {"metric": "reward/mean", "bound": 0.1},
@@ -119,7 +121,15 @@ GIVEN_BY_LIGHTNING = {"optimizer"}
 """The argument of schedulers, which are called with it."""
 
 
-REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "PythonTests", "Remote")
+REWARDS = (
+    "EnvironmentReward",
+    "Isolated",
+    "LLMJudge",
+    "LengthReward",
+    "OverlongPenalty",
+    "PythonTests",
+    "Remote",
+)
 """Classes of functions, so named with their package."""
 
 
