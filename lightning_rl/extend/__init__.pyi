@@ -208,7 +208,7 @@ from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
     batch_reward as batch_reward,
 )
-from lightning_rl.rewards.judge import (
+from lightning_rl.rewards.judge_models import (
     EngineJudge as EngineJudge,
     JudgeError as JudgeError,
     JudgeModel as JudgeModel,
