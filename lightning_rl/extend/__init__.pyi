@@ -225,6 +225,9 @@ from lightning_rl.rewards.log import (
 from lightning_rl.rewards.openai_api import (
     APIRefusal as APIRefusal,
 )
+from lightning_rl.rewards.rubric import (
+    Criterion as Criterion,
+)
 from lightning_rl.rewards.sandbox import (
     sandboxed as sandboxed,
 )

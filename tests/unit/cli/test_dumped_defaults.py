@@ -80,6 +80,7 @@ NEEDED = {
     "ProgramAgent": {"command": "true"},
     "PromptSet": {"name": "a", "prompts": PROMPTS},
     "ProtocolAgent": {"protocol": PROTOCOL, "scenario": SCENARIO},
+    "RankingJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
     "RLDataModule": {"train_prompts": PROMPTS, "rewards": [FUNCTION]},
     "ReasoningGymPrompts": {"task": "chain_sum"},
     "Remote": {"function": FUNCTION},
@@ -88,6 +89,10 @@ NEEDED = {
     "RewardPairDataModule": {"train": PROMPTS},
     "RolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
     "RolloutPairs": {"path": "rows.jsonl"},
+    "RubricJudge": {
+        "judge": of("OpenAIJudge", base_url="http://there", model="gpt"),
+        "criteria": ["It is right."],
+    },
     "SFTDataModule": {"train": PROMPTS},
     "SFTModule": {"model": "base"},
     "ScriptAgent": {"script": "agent.py"},
@@ -128,7 +133,9 @@ REWARDS = (
     "LengthReward",
     "OverlongPenalty",
     "PythonTests",
+    "RankingJudge",
     "Remote",
+    "RubricJudge",
 )
 """Classes of functions, so named with their package."""
 
