@@ -40,6 +40,7 @@ NEEDED = {
     "CheckpointTransport": {"directory": "weights"},
     "ClassHead": {"classes": 3},
     "ConstantSchedule": {"value": 0.1},
+    "Criterion": {"text": "It is right."},
     "Critic": {"head": of("SharedValueHead")},
     "DPOModule": {"model": "base"},
     "DemonstrationRows": {"prompts": PROMPTS, "per_iteration": 1},
