@@ -234,6 +234,9 @@ from lightning_rl.rewards.base import (
 from lightning_rl.rewards.judge import (
     LLMJudge as LLMJudge,
 )
+from lightning_rl.rewards.length import (
+    LengthReward as LengthReward,
+)
 from lightning_rl.rewards.math_answers import (
     MathVerify as MathVerify,
 )
@@ -244,8 +247,14 @@ from lightning_rl.rewards.model_reward import (
 from lightning_rl.rewards.pool import (
     Isolated as Isolated,
 )
+from lightning_rl.rewards.ranking import (
+    RankingJudge as RankingJudge,
+)
 from lightning_rl.rewards.remote import (
     Remote as Remote,
+)
+from lightning_rl.rewards.rubric import (
+    RubricJudge as RubricJudge,
 )
 from lightning_rl.rewards.rules import (
     EnvironmentReward as EnvironmentReward,

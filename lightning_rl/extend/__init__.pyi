@@ -208,17 +208,25 @@ from lightning_rl.rewards.calling import (
     RewardFailure as RewardFailure,
     batch_reward as batch_reward,
 )
-from lightning_rl.rewards.judge import (
+from lightning_rl.rewards.judge_models import (
     EngineJudge as EngineJudge,
     JudgeError as JudgeError,
     JudgeModel as JudgeModel,
     OpenAIJudge as OpenAIJudge,
+)
+from lightning_rl.rewards.length import (
+    LengthScale as LengthScale,
+    LinearLength as LinearLength,
+    RankedLength as RankedLength,
 )
 from lightning_rl.rewards.log import (
     TrainerState as TrainerState,
 )
 from lightning_rl.rewards.openai_api import (
     APIRefusal as APIRefusal,
+)
+from lightning_rl.rewards.rubric import (
+    Criterion as Criterion,
 )
 from lightning_rl.rewards.sandbox import (
     sandboxed as sandboxed,

@@ -18,6 +18,7 @@ from lightning_rl.rewards.calling import (
     RewardFunction,
     is_async,
     is_batch_reward,
+    require_order,
     reward_names,
     score_range,
 )
@@ -49,8 +50,9 @@ class Rewards:
 
     Raises:
         ConfigError: if weights and functions differ in number, a weight is not finite, two
-            functions share a name (see :func:`~.calling.reward_names`), or one declares no proper
-            range (:func:`~.calling.score_range`).
+            functions share a name (see :func:`~.calling.reward_names`), one declares no proper
+            range (:func:`~.calling.score_range`), or reads a score that does not exist yet
+            (:func:`~.calling.require_order`).
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Rewards:
         self._ranges = {name: score_range(function) for name, function in self.functions.items()}
         self._of_batch = {n: f for n, f in self.functions.items() if is_batch_reward(f)}
         self._of_group = {n: f for n, f in self.functions.items() if n not in self._of_batch}
+        require_order(self._of_group | self._of_batch)
         self.state = TrainerState()
         """Training progress; the trainer keeps it up to date."""
         self._calls = RewardCaller()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from traceback import TracebackException
-from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -40,19 +40,31 @@ mapping or a list (:func:`~.parts.parts_of`).
 """
 
 
+class Usage(NamedTuple):
+    """What a reward asks of a service for a group: requests, and tokens that are read and written.
+
+    Tokens are upper bounds; None: they are not known.
+    """
+
+    requests: float
+    read: float | None = None
+    written: float | None = None
+
+
 @runtime_checkable
 class AsksService(Protocol):
-    """A reward that asks a service for each completion, which takes time and may cost money."""
+    """A reward that asks a service about completions, which takes time and may cost money."""
 
-    def tokens_per_call(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float
-    ) -> tuple[float, float] | None:
-        """Return how many tokens a call reads, and how many are written at most; None: unknown.
+    def usage(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float, size: int
+    ) -> Usage:
+        """Return what a group asks for.
 
         Args:
             tokenizer: counts the tokens of what the reward adds.
             prompt: tokens of the prompt.
-            completion: tokens of the completion.
+            completion: tokens of each completion.
+            size: the number of completions.
         """
 
 
@@ -175,6 +187,28 @@ def score_range(function: RewardFunction) -> tuple[float, float]:
             "highest score, within ±1e6, such as (0, 1)"
         )
     return low, high
+
+
+def require_order(called: Mapping[str, RewardFunction]) -> None:
+    """Refuse a function that reads a score which does not exist when it is called.
+
+    Args:
+        called: the functions by name, in the order in which they are called. One that reads another
+            score, from the rollouts, names it in its attribute ``reads``.
+
+    Raises:
+        ConfigError: names both.
+    """
+    earlier: list[str] = []
+    for name, function in called.items():
+        wanted = getattr(function, "reads", None)
+        if wanted is not None and wanted.partition("/")[0] not in earlier:
+            raise ConfigError(
+                f"reward {name} reads the score of {wanted!r}, but the rewards before it are "
+                f"{', '.join(earlier) or 'none'}; name one of these, or put {wanted!r} before it "
+                "(rewards of a whole batch come after all others)"
+            )
+        earlier.append(name)
 
 
 class RewardCaller:

@@ -1,126 +1,16 @@
 """LLMJudge: a language model grades the policy's completions."""
 
-import json
+import asyncio
 import re
-from abc import ABC, abstractmethod
-from string import Formatter
+from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from lightning_rl.config.arguments import configurable
-from lightning_rl.engines.base import Engine
-from lightning_rl.engines.chat import ChatEngine
-from lightning_rl.engines.sampling import Sampling, request_seed
-from lightning_rl.errors import ConfigError, RewardError, require_finite
-from lightning_rl.models.pretrained import model_of
-from lightning_rl.rewards.calling import SHARED, RewardFailure, Score
-from lightning_rl.rewards.openai_api import APIRefusal, OpenAIAPI
-from lightning_rl.rewards.remote import Remote
-from lightning_rl.rollout import Message, answer_in
-
-
-class JudgeError(RewardError):
-    """A judge cannot be asked, or its answer cannot be used; retrying would not help."""
-
-
-class JudgeModel(ABC):
-    """Answers questions with text."""
-
-    max_tokens: int | None = None
-    """The most tokens of an answer, if a service writes it."""
-
-    def start(self) -> None:
-        """Get ready for questions; does nothing if already started."""
-
-    @abstractmethod
-    async def ask(self, question: str) -> str:
-        """Return the answer to a question, which becomes one user message.
-
-        Raises:
-            JudgeError: if asking again would not help. After any other error it is asked again.
-        """
-
-    def close(self) -> None:
-        """Free what ``start`` allocated."""
-
-
-@configurable
-class OpenAIJudge(JudgeModel):
-    """A server that speaks OpenAI's chat completions, such as ``vllm serve`` or a hosted model.
-
-    Args:
-        base_url: the server's address, up to and including ``/v1``.
-        model: the server's name for the model.
-        api_key_env: name of the environment variable that holds the key, which is read at each
-            request and stored nowhere; None: no key.
-        options: extra fields of the request.
-
-    Raises:
-        ConfigError: for an address that is not http(s).
-    """
-
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        api_key_env: str | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        self.api = OpenAIAPI(base_url, api_key_env)
-        self.model = model
-        self.options = {"temperature": 0.0, "max_tokens": 512} | (options or {})
-        self.max_tokens = self.options["max_tokens"]
-
-    async def ask(self, question: str) -> str:
-        body = {"model": self.model, "messages": [_user(question)]} | self.options
-        try:
-            text, _ = await self.api.chat(body)
-        except APIRefusal as error:
-            raise JudgeError(str(error)) from error
-        return text
-
-
-@configurable(model=model_of)
-class EngineJudge(JudgeModel):
-    """A separate model in this process, run by any engine.
-
-    Args:
-        model: directory or hub name of a model with a chat template.
-        engine: runs the model; None: ``TransformersEngine``. vLLM in process can run only one
-            model, the policy.
-        sampling: sampling settings of the answers.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        engine: Engine | None = None,
-        sampling: Sampling = Sampling(max_tokens=256, temperature=0.0),
-    ) -> None:
-        self.model = model
-        self._chat = ChatEngine(engine, sampling)
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that runs the model."""
-        return self._chat.engine
-
-    def start(self) -> None:
-        self._chat.load(self.model)
-
-    async def ask(self, question: str) -> str:
-        # The same question gets the same answer, also in a resumed run.
-        text, _ = await self._chat.ask([_user(question)], request_seed(0, question, 0, 0))
-        return text
-
-    def close(self) -> None:
-        self._chat.close()
-
-
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
+from lightning_rl.errors import ConfigError, require_finite
+from lightning_rl.rewards.calling import Score
+from lightning_rl.rewards.judge_models import JudgeError, JudgeModel
+from lightning_rl.rewards.judging import Judge, Question, Shown
+from lightning_rl.rewards.log import RewardLog
 
 QUESTION = """\
 Grade how well the answer solves the task, from 0 (not at all) to 10 (perfectly). The answer is \
@@ -139,7 +29,7 @@ Score: 7"""
 
 
 @configurable
-class LLMJudge(Remote):
+class LLMJudge(Judge):
     """A reward from a model's verdict: ``(score - lowest) / (highest - lowest)``, in [0, 1].
 
     The last match of ``pattern`` in the judge's answer is the score. If there is no verdict, or its
@@ -162,8 +52,6 @@ class LLMJudge(Remote):
         ConfigError: for values out of range, or a question that does not show the completion.
     """
 
-    score_range = (0.0, 1.0)
-
     def __init__(
         self,
         judge: JudgeModel,
@@ -174,65 +62,26 @@ class LLMJudge(Remote):
         name: str = "judge",
         **options: Any,
     ) -> None:
-        super().__init__(self._ask, **options)  # type: ignore[arg-type]  # async, as it requires
+        super().__init__(judge, Question(question, ["completion"]), name, **options)
         try:
             self.pattern = re.compile(pattern)
-            self.fields = {name for _, name, _, _ in Formatter().parse(question) if name}
-            question.format(**dict.fromkeys(self.fields, ""))
-        except (re.error, ValueError, LookupError, AttributeError) as error:
-            raise ConfigError(f"the judge's pattern or question is malformed: {error}") from error
+        except re.error as error:
+            raise ConfigError(f"the judge's pattern is malformed: {error}") from error
         if self.pattern.groups != 1:
             raise ConfigError(f"pattern={pattern!r} must have exactly one group, the score")
-        if "completion" not in self.fields:
-            raise ConfigError("the judge's question must show {completion}")
         require_finite(lowest=lowest, highest=highest)
         if not lowest < highest:
             raise ConfigError(f"lowest={lowest} must be < highest={highest}")
-        self.judge = judge
-        self.question = question
         self.lowest = lowest
         self.highest = highest
-        self.__name__ = name
 
-    async def __call__(self, **columns: list[Any]) -> list[Score]:
-        self.judge.start()
-        return await super().__call__(**columns)
+    async def grade(self, group: Sequence[Shown], log: RewardLog) -> list[Score]:
+        return list(await asyncio.gather(*map(self._grade, group)))
 
-    def tokens_per_call(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: float, completion: float
-    ) -> tuple[float, float] | None:
-        if self.judge.max_tokens is None:
-            return None
-        return len(tokenizer.encode(self.question)) + prompt + completion, self.judge.max_tokens
-
-    def close(self) -> None:
-        """Close the judge."""
-        self.judge.close()
-
-    async def _ask(
-        self, prompts: list[Any], completions: list[Any], **columns: list[Any]
-    ) -> list[Score]:
-        answer = answer_in(completions[0], columns.get("opened_thoughts", [False])[0])
-        if answer is None:
-            return [0.0]
-        try:
-            shown: dict[str, Any] = {"prompt": prompts[0], "completion": answer}
-            if not isinstance(completions[0], str):  # only the last message has a thought
-                *before, last = completions[0]
-                shown["completion"] = [*before, last | {"content": answer}]
-            shown |= {name: v[0] for name, v in columns.items() if name not in SHARED}
-            return [self._score(await self.judge.ask(self._question(shown)))]
-        except JudgeError as error:
-            return [RewardFailure(str(error))]
-
-    def _question(self, shown: dict[str, Any]) -> str:
-        missing = self.fields - shown.keys()
-        if missing:
-            raise JudgeError(
-                f"the judge's question names {sorted(missing)}, but the prompts have no such "
-                "columns; add them to the data, or correct the question"
-            )
-        return self.question.format(**{name: _as_text(shown[name]) for name in self.fields})
+    async def _grade(self, shown: Shown) -> Score:
+        if shown["completion"] is None:
+            return 0.0
+        return await self.asked(shown, self._score)
 
     def _score(self, answer: str) -> float:
         matches = self.pattern.findall(answer)
@@ -247,17 +96,3 @@ class LLMJudge(Remote):
                 f"the judge's score {score:g} is not between {self.lowest:g} and {self.highest:g}"
             )
         return (score - self.lowest) / (self.highest - self.lowest)
-
-
-def _as_text(value: Any) -> str:
-    """Return text unchanged, a single chat message as its content, a longer chat with roles."""
-    if not isinstance(value, list):
-        return str(value)
-    if len(value) == 1 and "tool_calls" not in value[0]:
-        return str(value[0]["content"])
-    return "\n\n".join(f"{message['role']}: {_content(message)}" for message in value)
-
-
-def _content(message: Message) -> str:
-    calls = [json.dumps(call["function"]) for call in message.get("tool_calls", ())]
-    return "\n".join([*filter(None, [str(message["content"])]), *calls])

@@ -1,17 +1,13 @@
 """A teacher that vLLM serves gives the logprobs that the model has here."""
 
 import asyncio
-import sys
-import time
-import urllib.request
-from urllib.error import URLError
 
 import pytest
 
 from lightning_rl import ModelTeacher, ServedTeacher
 from lightning_rl.data.teacher_logprobs import of_text
-from lightning_rl.engines.replicas.server_process import ListeningServer
 from lightning_rl.models.tokenizer import load_tokenizer
+from tests.support.served_models import served
 
 pytest.importorskip("vllm")
 
@@ -19,30 +15,8 @@ pytest.importorskip("vllm")
 @pytest.fixture
 def url(tiny_model):
     """Yield the address of ``vllm serve`` with the tiny model."""
-    command = [
-        sys.executable,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(tiny_model),
-    ]
-    options = ["--dtype", "float32", "--kv-cache-memory-bytes", "100000000", "--enforce-eager"]
-    server = ListeningServer([*command, *options], {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})
-    try:
-        while not answers(f"{server.url}/health"):
-            assert server.running, server.tail()
-            time.sleep(0.5)
-        yield f"{server.url}/v1"
-    finally:
-        server.kill()
-
-
-def answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5):
-            return True
-    except (URLError, OSError):
-        return False
+    with served(tiny_model) as url:
+        yield url
 
 
 def test_a_served_teacher_agrees_with_the_model_here(tiny_model, url, make_rollout):

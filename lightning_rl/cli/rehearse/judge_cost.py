@@ -17,7 +17,7 @@ class Prices(NamedTuple):
 
 
 def judge_costs(
-    task: Task, prompts: Sequence[Prompt], tokenizer: Any, graded: float, prices: Prices | None
+    task: Task, prompts: Sequence[Prompt], tokenizer: Any, groups: float, prices: Prices | None
 ) -> Iterator[Finding]:
     """Yield, for each reward of a task that asks a service, what it is asked for in a run.
 
@@ -25,7 +25,7 @@ def judge_costs(
         task: whose rewards they are.
         prompts: its prompts.
         tokenizer: the policy's, by which a judge's tokens are counted too.
-        graded: completions that a run grades.
+        groups: the number of its groups in a run.
         prices: of a million tokens; None: unknown.
     """
     asked = sum(len(prompt.token_ids) for prompt in prompts) / max(1, len(prompts))
@@ -33,10 +33,10 @@ def judge_costs(
     for name, function in rewards.items():
         if not isinstance(function, AsksService):
             continue
-        text = f"{name} asks a service {graded:,.0f} times in a run"
-        tokens = function.tokens_per_call(tokenizer, asked, task.sampling.max_tokens)
-        if tokens is not None:
-            read, written = (graded * each for each in tokens)
+        used = function.usage(tokenizer, asked, task.sampling.max_tokens, task.group_size)
+        text = f"{name} asks a service {groups * used.requests:,.0f} times in a run"
+        if used.read is not None and used.written is not None:
+            read, written = groups * used.read, groups * used.written
             text += f", which reads {read:.2g} tokens and writes {written:.2g} at most"
             if prices is not None:
                 cost = (read * prices.read + written * prices.written) / 1e6

@@ -76,8 +76,8 @@ def predict(
     iterations = planned_iterations(cli.trainer, data) or data.iterations_per_epoch
     for task in data.train_tasks:
         own = [prompt for prompt in train if prompt.set == task.name]
-        graded = iterations * _drawn(data, task) * task.group_size
-        yield from judge_costs(task, own, tokenizer, graded, prices)
+        groups = iterations * _drawn(data, task)
+        yield from judge_costs(task, own, tokenizer, groups, prices)
         if isinstance(task.agent, ToolAgent):
             yield from try_tools(task.agent.toolbox)
     try:

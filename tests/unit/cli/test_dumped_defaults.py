@@ -40,6 +40,7 @@ NEEDED = {
     "CheckpointTransport": {"directory": "weights"},
     "ClassHead": {"classes": 3},
     "ConstantSchedule": {"value": 0.1},
+    "Criterion": {"text": "It is right."},
     "Critic": {"head": of("SharedValueHead")},
     "DPOModule": {"model": "base"},
     "DemonstrationRows": {"prompts": PROMPTS, "per_iteration": 1},
@@ -60,6 +61,8 @@ NEEDED = {
     "JSONLPrompts": {"path": "rows.jsonl"},
     "KTODataModule": {"train": PROMPTS},
     "KTOModule": {"model": "base"},
+    "LengthReward": {"scale": of("RankedLength")},
+    "LinearLength": {"longest": 20},
     "LinearSchedule": {"start": 0.5, "final": 0.1, "iterations": 10},
     "LLMJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
     "MetricFloorGuard": {"metric": "reward/mean", "bound": 0.1},
@@ -78,6 +81,7 @@ NEEDED = {
     "ProgramAgent": {"command": "true"},
     "PromptSet": {"name": "a", "prompts": PROMPTS},
     "ProtocolAgent": {"protocol": PROTOCOL, "scenario": SCENARIO},
+    "RankingJudge": {"judge": of("OpenAIJudge", base_url="http://there", model="gpt")},
     "RLDataModule": {"train_prompts": PROMPTS, "rewards": [FUNCTION]},
     "ReasoningGymPrompts": {"task": "chain_sum"},
     "Remote": {"function": FUNCTION},
@@ -86,6 +90,10 @@ NEEDED = {
     "RewardPairDataModule": {"train": PROMPTS},
     "RolesModule": {"model": "base", "policies": {"all": {"policies": {"a": {}}}}},
     "RolloutPairs": {"path": "rows.jsonl"},
+    "RubricJudge": {
+        "judge": of("OpenAIJudge", base_url="http://there", model="gpt"),
+        "criteria": ["It is right."],
+    },
     "SFTDataModule": {"train": PROMPTS},
     "SFTModule": {"model": "base"},
     "ScriptAgent": {"script": "agent.py"},
@@ -119,7 +127,17 @@ GIVEN_BY_LIGHTNING = {"optimizer"}
 """The argument of schedulers, which are called with it."""
 
 
-REWARDS = ("EnvironmentReward", "Isolated", "LLMJudge", "OverlongPenalty", "PythonTests", "Remote")
+REWARDS = (
+    "EnvironmentReward",
+    "Isolated",
+    "LLMJudge",
+    "LengthReward",
+    "OverlongPenalty",
+    "PythonTests",
+    "RankingJudge",
+    "Remote",
+    "RubricJudge",
+)
 """Classes of functions, so named with their package."""
 
 

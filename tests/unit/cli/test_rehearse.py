@@ -20,7 +20,8 @@ from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError
 from lightning_rl.models.pretrained import Loading
 from lightning_rl.rewards.base import Rewards
-from lightning_rl.rewards.judge import LLMJudge, OpenAIJudge
+from lightning_rl.rewards.judge import LLMJudge
+from lightning_rl.rewards.judge_models import OpenAIJudge
 from lightning_rl.rollout import Prompt
 from recipes.sort_digits.prepare import make_tokenizer
 from recipes.sort_digits.reward import exact_match
@@ -251,12 +252,12 @@ def test_a_run_is_told_what_its_judge_reads_writes_and_costs():
     task = Task("", IterablePrompts(["12"]), SingleTurn(), rewards, Sampling(max_tokens=10), 4, 1.0)
     question = len(tokenizer.encode("123{completion}"))
     prompts = [Prompt("0", "12", [1, 2]), Prompt("1", "1234", [1, 2, 3, 4])]
-    graded, (read, written) = 1e6, (question + 3 + 10, 20)
-    [finding] = judge_costs(task, prompts, tokenizer, graded, Prices(2.0, 0.5))
+    groups, (read, written) = 250_000, (question + 3 + 10, 20)  # a million completions
+    [finding] = judge_costs(task, prompts, tokenizer, groups, Prices(2.0, 0.5))
     assert "judge asks a service 1,000,000 times in a run" in finding.text
-    assert f"reads {read * graded:.2g} tokens and writes 2e+07 at most" in finding.text
+    assert f"reads {1e6 * read:.2g} tokens and writes 2e+07 at most" in finding.text
     assert f": {2.0 * read + 0.5 * written:,.2f} at 2 and 0.5 a million" in finding.text
-    [unpriced] = judge_costs(task, prompts, tokenizer, graded, None)
+    [unpriced] = judge_costs(task, prompts, tokenizer, groups, None)
     assert unpriced.text == finding.text.rpartition(":")[0]
 
 

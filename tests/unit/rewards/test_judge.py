@@ -12,7 +12,8 @@ from lightning_rl.engines import Sampling, TransformersEngine
 from lightning_rl.errors import ConfigError
 from lightning_rl.rewards.base import Rewards
 from lightning_rl.rewards.calling import RewardFailure
-from lightning_rl.rewards.judge import EngineJudge, JudgeModel, LLMJudge, OpenAIJudge
+from lightning_rl.rewards.judge import LLMJudge
+from lightning_rl.rewards.judge_models import EngineJudge, JudgeModel, OpenAIJudge
 from lightning_rl.rollout import RolloutStatus
 from tests.support.serving import Quiet, serving
 from tests.support.tiny_models import chat_tokenizer, save_chat_model
