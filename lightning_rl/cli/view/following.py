@@ -124,6 +124,7 @@ class FollowedRun:
                 rewritten, new = True, file.read(self._max)[1]
             new = latest(new)
             pictures = complete(self.run, new, self._path, open_rollouts(path).pictures)
+            blocks = [(revision, block | {"pictures": pictures}) for block in blocks_of(new)]
         except (LightningRLError, OSError):
             self._rollouts = None  # all of it is read again next time
             raise
@@ -132,7 +133,7 @@ class FollowedRun:
             self._known.clear()
             self._replaced = revision
         self._known |= set(map(key_of, new))
-        self._blocks += [(revision, block | {"pictures": pictures}) for block in blocks_of(new)]
+        self._blocks += blocks
         self.run.rollouts_total = file.count
         self._forget_the_oldest()
         return replaced or rewritten or bool(new)

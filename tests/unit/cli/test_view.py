@@ -235,7 +235,8 @@ def test_the_page_holds_every_number_and_loads_nothing(tmp_path):
     assert list(versions[place : place + 4]) == [3, 3, 2, 3]
 
     assert HOSTILE not in page
-    assert "default-src 'none'" in page
+    assert "default-src 'none'; script-src 'sha256-" in page
+    assert "connect-src 'none'" in page
     assert not re.search(r'(src|href)\s*=\s*["\']|@import|url\(|fetch\(|XMLHttp', page)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}  # a name
 

@@ -1,135 +1,14 @@
-"""Test what ``view --follow`` reads while runs write: every row once, and what was replaced."""
+"""Test what ``view --follow`` tells of runs that go on: what is new, and what was replaced."""
 
 import json
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from lightning_rl.cli.view.blocks import ROLLOUTS_PER_BLOCK
-from lightning_rl.cli.view.following import QUIET_MINUTES, Following
-from lightning_rl.cli.view.growing import GrowingFile
-from lightning_rl.cli.view.runs import metrics_row
-from tests.support.planted_run import good_rollout
-
-
-def line(iteration: float, **metrics: float | None) -> str:
-    return json.dumps({"iteration": iteration} | metrics) + "\n"
-
-
-def add(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(text)
-
-
-def recorded(*rewards: float, iteration: int = 1) -> str:
-    rollouts = (
-        good_rollout(id=f"{iteration}/{i}", iteration=iteration, reward=reward)
-        for i, reward in enumerate(rewards)
-    )
-    return "".join(json.dumps(rollout) + "\n" for rollout in rollouts)
-
-
-class Page:
-    """Asks as the page does, and puts together what it gets as ``receive.js`` does."""
-
-    def __init__(self, *paths: Path, rollouts: int = 100) -> None:
-        self.following = Following(paths, rollouts)
-        self.runs: dict[str, tuple[dict[float, dict], list[dict]]] = {}
-        self.cursor = 0
-
-    def ask(self) -> dict:
-        answer = self.following.since(self.cursor)
-        self.cursor = answer["cursor"]
-        for entry in answer.get("runs", ()):
-            rows, blocks = self.runs.get(entry["name"], ({}, []))
-            if entry["replaced"]:
-                rows, blocks = {}, []
-            rows |= {row["iteration"]: row for row in entry["metrics"]}
-            blocks = [*blocks, *entry["blocks"]]
-            self.runs[entry["name"]] = (rows, blocks[len(blocks) - entry["kept"] :])
-        return answer
-
-    def values(self, name: str = "a") -> list[tuple[float, float]]:
-        """Return the curve of the only run."""
-        [(rows, _)] = self.runs.values()
-        return [(i, row[name]) for i, row in sorted(rows.items()) if name in row]
-
-    def rewards(self) -> list[float]:
-        [(_, blocks)] = self.runs.values()
-        return [row["reward"] for block in blocks for row in block["rollouts"]]
-
-
-# ---------------------------------------------------------------- one file
-
-
-def growing(path: Path) -> GrowingFile:
-    return GrowingFile(path, metrics_row)
-
-
-def iterations(file: GrowingFile) -> tuple[bool, list[float]]:
-    rewritten, rows = file.read()
-    return rewritten, [row["iteration"] for row in rows]
-
-
-def test_each_line_is_read_once_when_it_is_whole(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    file = growing(path)
-    assert iterations(file) == (False, [])  # not there yet
-    add(path, line(1) + line(2)[:9])
-    assert iterations(file) == (False, [1])
-    assert iterations(file) == (False, [])
-    add(path, line(2)[9:-1])
-    assert iterations(file) == (False, [])  # whole but for its end
-    add(path, "\n" + line(3))
-    assert iterations(file) == (False, [2, 3])
-    assert (file.count, file.problem) == (3, "")
-
-
-def test_a_file_that_was_cut_is_read_from_its_start(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    file = growing(path)
-    add(path, line(1) + line(2, a=1.0) + line(3, a=1.0))
-    file.read()
-    os.truncate(path, len(line(1)))
-    assert iterations(file) == (True, [1])
-    add(path, line(2, a=1.0))
-    file.read()
-    # Cut, and beyond where reading ended before anybody looks again.
-    os.truncate(path, len(line(1)))
-    add(path, line(2, a=2.0) + line(3, a=2.0))
-    assert iterations(file) == (True, [1, 2, 3])
-    os.truncate(path, 0)
-    assert iterations(file) == (True, [])
-
-
-def test_another_file_in_its_place_is_read_from_its_start(tmp_path):
-    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
-    file = growing(path)
-    add(path, line(1) + line(2))
-    file.read()
-    add(other, line(7) + line(8) + line(9))
-    other.replace(path)
-    assert iterations(file) == (True, [7, 8, 9])
-    # A file that is written as a whole each time goes on, if it begins with what was read.
-    add(other, line(7) + line(8) + line(9) + line(10))
-    other.replace(path)
-    assert iterations(file) == (False, [10])
-
-
-def test_damaged_lines_are_one_message_and_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    file = growing(path)
-    add(path, line(1) + "garbage\n" + line(2) + '{"a": 1}\n' + "\n")
-    assert iterations(file) == (False, [1, 2])
-    assert file.problem.startswith(f"{path}:2: damaged, not JSON")
-    assert file.problem.endswith(" (and 2 more)")
-    os.truncate(path, len(line(1)))
-    assert iterations(file) == (True, [1])
-    assert file.problem == ""
-
+from lightning_rl.cli.view.following import QUIET_MINUTES
+from tests.support.growing_run import Page, add, line, recorded
 
 # ---------------------------------------------------------------- a run
 
@@ -305,6 +184,19 @@ def test_damage_is_said_once_and_hides_nothing(tmp_path, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 2
     assert "\x1b" not in said
+
+
+def test_rollouts_that_cannot_be_shown_are_tried_again(tmp_path):
+    run = tmp_path / "run"
+    page = Page(run)
+    add(run / "rollouts.jsonl", recorded(0.5))
+    (run / "pictures").symlink_to(tmp_path)
+    [problem] = page.ask()["problems"]
+    assert "pictures is a link to a file outside its run" in problem
+    assert page.ask() == {"cursor": page.cursor}  # as before
+    (run / "pictures").unlink()
+    assert page.ask()["problems"] == []
+    assert page.rewards() == [0.5]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "recorded.jsonl", "config.yaml"])
