@@ -55,7 +55,7 @@ def _outlook(interval: Interval, error: float) -> str:
         )
     needed = pairs_needed(interval.mean, interval.spread, error)
     count = f"more than {MOST_PAIRS}" if needed is None else f"about {needed}"
-    return f"; if mean and spread stay as they are, {count} pairs decide it"
+    return f"; if mean and spread stay as they are, {count} pairs would decide it"
 
 
 def write(comparison: Comparison) -> None:
@@ -97,8 +97,9 @@ def draw(comparison: Comparison) -> Any:
         numbers = range(1, len(found) + 1)
         intervals = [Interval.of(found[:number], comparison.error) for number in numbers]
         bounded = [one for one in intervals if math.isfinite(one.high)]
-        pairs = [one.pairs for one in bounded]
-        axes.fill_between(pairs, [i.low for i in bounded], [i.high for i in bounded], alpha=0.25)
+        ends = [one.high - one.mean for one in bounded]
+        at = [one.pairs for one in bounded], [one.mean for one in bounded]
+        axes.errorbar(*at, yerr=ends, fmt="none", capsize=5, label="interval")
         axes.plot(numbers, [one.mean for one in intervals], label="mean so far")
         axes.plot(numbers, found, "o", label="pair")
         axes.axhline(0, color="black", linewidth=0.8)
