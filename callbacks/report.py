@@ -180,12 +180,13 @@ PACKAGES = ("lightning_rl", "torch", "lightning", "transformers", "tensordict", 
 class RunReport(RLCallback):
     """Reports a run's results at its end, in the log and in three files, also if it fails.
 
-    ``metrics.jsonl`` gets one row of metrics per iteration, with the CPU seconds so far; a second
-    row of an iteration is merged with the first. ``curves.png`` shows reward, accuracy and the
-    parts of the step time. ``summary.json`` holds ``status`` (completed, failed or interrupted),
-    ``error``, ``accuracy_before`` and ``accuracy_after`` with ``accuracy_after_iteration``,
-    ``reward_before`` and ``reward_after`` (likewise for the mean held-out reward), ``parts_before``
-    and ``parts_after`` (of its parts by name, if there are several), ``iterations``,
+    ``metrics.jsonl`` gets one row of metrics per iteration, with the wall and CPU seconds so far; a
+    second row of an iteration is merged with the first. ``curves.png`` shows reward, accuracy and
+    the parts of the step time. ``summary.json`` holds ``status`` (completed, failed or
+    interrupted), ``error``, ``accuracy_before`` and ``accuracy_after`` with
+    ``accuracy_after_iteration``, ``reward_before`` and ``reward_after`` (likewise for the mean
+    held-out reward), ``parts_before`` and ``parts_after`` (of its parts by name, if there are
+    several), ``iterations``,
     ``rollouts`` and ``tokens`` (of all batches together; steps in environments have no tokens),
     ``wall_s`` and ``cpu_s`` (from the start of ``fit``, all threads), ``versions``, ``device`` and
     the last row of metrics; ``stopped_early`` says why a run ended before its last iteration, else
@@ -244,7 +245,8 @@ class RunReport(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
     ) -> None:
         iteration = self.module_of(pl_module).iteration
-        row = {"iteration": iteration, "cpu_s": self._cpu_seconds()} | metrics
+        times = {"wall_s": self._wall_seconds(), "cpu_s": self._cpu_seconds()}
+        row = {"iteration": iteration} | times | metrics
         self._log.add(trainer, row)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -86,6 +86,10 @@ COMMANDS = {
         "lightning_rl.cli.rehearse",
         "try a big run as a small one on a CPU, and look for what would cost it hours",
     ),
+    "compare": Command(
+        "lightning_rl.cli.compare",
+        "train two configurations on the same seeds until one is better",
+    ),
     "help": Command(
         "lightning_rl.cli.help", "show the arguments of a class: lightning-rl help PolicyModule"
     ),

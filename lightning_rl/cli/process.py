@@ -3,7 +3,9 @@
 import argparse
 import atexit
 import logging
+import math
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -28,6 +30,32 @@ def printable(text: str) -> str:
     them.
     """
     return text.translate(_UNPRINTABLE)
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Return the seconds of a duration, such as ``90s``, ``20m``, ``2h`` or ``1h30m``.
+
+    Raises:
+        ConfigError: naming the option, if the text has another form or is not above 0.
+    """
+    parts = re.findall(r"(\d+(?:\.\d+)?)([smhd])", text)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if text != "".join(number + unit for number, unit in parts) or not 0 < seconds < math.inf:
+        raise ConfigError(
+            f"{option}={text!r} must be a duration above 0: numbers with s, m, h or d, such as "
+            "90s, 20m, 2h or 1h30m"
+        )
+    return seconds
+
+
+def duration(seconds: float) -> str:
+    """Return a rounded duration for people, such as ``95 s``, ``12 min`` or ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -56,7 +56,7 @@ def fit(tiny_model, *loggers: Logger) -> Rows:
     lines = (Path(trainer.log_dir) / "metrics.jsonl").read_text().splitlines()
     table = {row.pop("iteration"): row for row in map(json.loads, lines)}
     for row in table.values():
-        del row["cpu_s"]
+        del row["wall_s"], row["cpu_s"]
     assert sorted(table) == [0, 1, 2]
     assert {"reward/mean", "eval/accuracy", "time/train"} <= set(table[2])
     return table

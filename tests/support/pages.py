@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from lightning_rl.cli import rehearse
+from lightning_rl.cli import compare, rehearse
 from lightning_rl.cli.check.command import own_options
 from lightning_rl.games.staged import command as staged
 from tests.support.tiny_models import chatml_tokenizer, save_random_model
@@ -104,6 +104,10 @@ def fit_arguments(words: list[str]) -> list[str] | None:
         return ["fit", *own_options(rest)[1]]
     if command == "rehearse":
         return ["fit", *rehearse.own_options(rest)[1]]
+    if command == "compare":
+        request = compare.read_options(rest)
+        files = request.files[-1].split("+")
+        return ["fit", *(f"--config={file}" for file in files), *request.overrides]
     if command not in ("fit", "validate", "test", "rollout"):
         return None
     if "--ckpt_path" in rest:  # a file that only a run leaves

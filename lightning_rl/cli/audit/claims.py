@@ -28,6 +28,8 @@ from lightning_rl.run.files.metrics import MetricsLog, read_rows
 from lightning_rl.run.files.strict_json import dumps
 
 SUMMARY = "summary.json"
+OWN = ("iteration", "wall_s", "cpu_s")
+"""What ``RunReport`` adds to the metrics of a row."""
 
 
 def contradiction(claimed: Any, real: Any, source: str, field: str = "") -> str | None:
@@ -149,7 +151,7 @@ class Claims:
                 if known is None:
                     yield f"{where} is a row of iteration {iteration}, which was not recorded"
                     continue
-                claimed = {n: v for n, v in row.items() if n not in ("iteration", "cpu_s")}
+                claimed = {n: v for n, v in row.items() if n not in OWN}
                 claimed = {n: v for n, v in claimed.items() if n in known or not partly}
                 yield from _not_among(where, claimed, known)
             for name in known.keys() - lines[-1][1].keys() if known and not partly else ():

@@ -48,6 +48,29 @@ def class_of(node: Any) -> str:
     return path.rpartition(".")[2] if isinstance(path, str) else ""
 
 
+def inside_run(callbacks: Any, note: Callable[[str, str], None]) -> Iterator[Tree]:
+    """Yield callbacks as nodes whose files are in the run's own directory, and that send nothing.
+
+    Args:
+        callbacks: as a configuration lists them; changed in place.
+        note: gets the key of what is left out, and a sentence on it.
+    """
+    for callback in _listed(callbacks):
+        node = callback if isinstance(callback, dict) else {"class_path": callback}
+        given = node["init_args"] = node.get("init_args") or {}
+        key = f"trainer.callbacks.{class_of(node)}"
+        for place in ("dirpath", "directory"):
+            if place in given:
+                given[place] = None
+        if given.get("push_to_hub"):
+            given["push_to_hub"] = None
+            note(key, "nothing is pushed to the hub")
+        if class_of(node) == "RunArtifacts":
+            note(key, "no artifact is uploaded")
+            continue
+        yield node
+
+
 def world_size(tree: Tree) -> int:
     """Return the number of training processes, as far as the configuration says; else 1."""
     trainer = tree["trainer"]
@@ -195,26 +218,15 @@ class Smaller:
 
     def _callbacks(self, trainer: Tree) -> Iterator[Tree]:
         classes = set()
-        for callback in _listed(trainer.get("callbacks")):
-            name = class_of(callback)
-            node = callback if isinstance(callback, dict) else {"class_path": callback}
-            given = node["init_args"] = node.get("init_args") or {}
-            key = f"trainer.callbacks.{name}"
+        for node in inside_run(trainer.get("callbacks"), self._untried):
+            name, given = class_of(node), node["init_args"]
             classes.add(name)
-            for place in ("dirpath", "directory"):
-                if place in given:
-                    given[place] = None
-            if given.get("push_to_hub"):
-                given["push_to_hub"] = None
-                self._untried(key, "nothing is pushed to the hub")
-            if name == "RunArtifacts":
-                self._untried(key, "no artifact is uploaded")
-                continue
             if name in ("Evaluate", "IterationCheckpoint"):
                 given["every_n_iterations"] = 1
             if name == "IterationCheckpoint":
                 given |= {"keep_last": ITERATIONS, "max_time": None}
             if name == "WeightSync" and given.get("transport"):
+                key = f"trainer.callbacks.{name}"
                 given["transport"] = self._transport(key, given["transport"])
             yield node
         for name in ("IterationCheckpoint", "HFExport"):

@@ -1,6 +1,5 @@
 """The small run itself: trained, killed, resumed, trained again, evaluated, exported and loaded."""
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,18 +7,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_rl.cli.children import last_words, start_command
 from lightning_rl.cli.rehearse.findings import Finding, Kind
 from lightning_rl.cli.rehearse.smaller import ITERATIONS
 from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.rollout import RolloutStatus
 from lightning_rl.run.files.checkpoint_io import checkpoints_in
 from lightning_rl.run.files.newest_run import newest_run
-from lightning_rl.run.processes.child import Child, ending, last_lines
+from lightning_rl.run.processes.child import Child, ending
 
 STAGE_S = 900.0
 """Seconds after which a stage counts as hanging."""
 _POLL_S = 0.1
-_ERROR = "lightning-rl: "
 
 
 class Stages:
@@ -68,7 +67,7 @@ class Stages:
 
     def _fit_and_kill(self) -> Finding | None:
         """Train until there is a checkpoint, and kill all processes then."""
-        child = _child("fit", *self._config)
+        child = start_command("fit", *self._config)
         try:
             end = time.monotonic() + STAGE_S
             while child.running and time.monotonic() < end:
@@ -82,16 +81,12 @@ class Stages:
 
     def _stage(self, what: str, *command: str) -> Finding | None:
         """Run a command to its end; returns what is wrong, if anything is."""
-        child = _child(*command)
+        child = start_command(*command)
         try:
             child.ended_within(STAGE_S)
             return None if child.status == 0 else _failure(what, child)
         finally:
             child.kill()
-
-
-def _child(*command: str) -> Child:
-    return Child([sys.executable, "-m", "lightning_rl", *command], log=True)
 
 
 def _tried(text: str) -> Finding:
@@ -100,17 +95,9 @@ def _tried(text: str) -> Finding:
 
 def _failure(what: str, child: Child) -> Finding:
     """Describe how a command failed, by its error message if it has one."""
-    output = child.printed(20_000)
-    lines = output.decode(errors="replace").splitlines()
-    errors = [place for place, line in enumerate(lines) if line.startswith(_ERROR)]
-    if errors:
-        said = " ".join(line.strip() for line in lines[errors[-1] :])
-        reason = f": {said.removeprefix(_ERROR)[:600]}"
-    else:
-        reason = last_lines(output, 3)
     status = child.status
     how = f"did not end within {STAGE_S:g} s" if status is None else ending(status)
-    return Finding(Kind.FAILS, "", f"{what} {how}{reason}")
+    return Finding(Kind.FAILS, "", f"{what} {how}{last_words(child)}")
 
 
 def _rollouts(run: Path) -> Iterator[Finding]:

@@ -18,11 +18,12 @@ INSIDE = {
 """Parts of a wing that import those before them, and nothing else of their wing."""
 TOOLS = {
     "check": ("rehearse",),
-    "rehearse": (),
+    "compare": (),
+    "rehearse": ("compare",),
     "rerun": ("audit", "pack"),
     "audit": (),
     "pack": (),
-    "view": (),
+    "view": ("compare",),
 }
 """Commands' folders in ``cli``, and those of them that may import each; nothing else does."""
 
@@ -105,6 +106,8 @@ def test_all_of_them_are_there(name):
         (into_tools, "callbacks.report", "cli.rerun.run", False),
         (into_tools, "games.staged.command", "cli.check.doctor", False),
         (into_tools, "cli.rerun.run", "cli.audit.examination", False),
+        (into_tools, "cli.rehearse", "cli.compare.runs", False),
+        (into_tools, "cli.compare.report", "cli.view.page", True),
         (into_tools, "cli.audit.again", "cli.rerun.run", True),
         (into_tools, "cli.check.mesh", "cli.check.card", True),
         (into_tools, "cli.check.command", "cli.app", True),

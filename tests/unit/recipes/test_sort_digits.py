@@ -1,8 +1,10 @@
-"""Test the commands that recipes/sort_digits.quickstart runs."""
+"""Test the commands that recipes/sort_digits.quickstart runs, and the search over settings."""
+
+import sys
 
 import pytest
 
-from recipes.sort_digits import quickstart
+from recipes.sort_digits import quickstart, sweep
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,12 @@ def test_vllm_generates_where_it_is_installed(tmp_path, monkeypatch, installed, 
         [*fit, "recipes/sort_digits/sft.yaml"],
         [*fit, "recipes/sort_digits/grpo.yaml", "--data.iterations_per_epoch", "2", *engine],
     ]
+
+
+def test_a_search_without_optuna_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "optuna", None)  # whether it is installed or not
+    monkeypatch.setattr(sys, "argv", ["sweep"])
+    with pytest.raises(SystemExit, match="pip install optuna"):
+        sweep.main()
+    assert not list(tmp_path.iterdir())
