@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.rollout import Message
 from lightning_rl.run.files.strict_json import loads
 
-_THOUGHT, _OVER = "<think>", "</think>"
+OPEN, CLOSE = "<think>", "</think>"
+"""What a thought begins and ends with."""
 SET_BY_US = (
     "conversation",
     "tokenize",
@@ -130,11 +131,11 @@ def render(
     if "tool_calls" in chat[-1]:
         raise ValueError("it ends in tool calls; let their results follow")
     begun = chat[-1]["content"]
-    if begun and not (isinstance(begun, str) and _THOUGHT in begun and _OVER not in begun):
+    if begun and not (isinstance(begun, str) and OPEN in begun and CLOSE not in begun):
         return in_its_form(chat, False, continue_final_message=True)
     opening = in_its_form(chat[:-1], True)
-    if opening.rstrip().endswith(_THOUGHT):  # the template has opened the thought already
-        begun = begun.removeprefix(_THOUGHT).removeprefix("\n")
+    if opening.rstrip().endswith(OPEN):  # the template has opened the thought already
+        begun = begun.removeprefix(OPEN).removeprefix("\n")
     return opening + (begun or "")
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_rl.agents.thinking import CLOSE, OPEN
-from lightning_rl.data.chats import arguments_of
+from lightning_rl.data.chats import CLOSE, OPEN, arguments_of
 from lightning_rl.rollout import Message, Picture
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.vision.limits import PictureAccess, PictureLimits

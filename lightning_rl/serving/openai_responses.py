@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from lightning_rl.agents.thinking import CLOSE, OPEN
-from lightning_rl.data.chats import arguments_of
+from lightning_rl.data.chats import CLOSE, OPEN, arguments_of
 from lightning_rl.rollout import Message
 from lightning_rl.serving.api_format import OpenAIFormat, pieces, typed_event
 from lightning_rl.serving.ask import DEFAULT_MODEL, Answer, Ask, Terms, usage_of
@@ -219,7 +218,7 @@ def _items(answer: Answer, number: str) -> list[Message]:
     calls = calls_of(answer)
     items: list[Message] = []
     if thought:
-        part = {"type": "reasoning_text", "text": thought}
+        part: Message = {"type": "reasoning_text", "text": thought}
         items.append({"type": "reasoning", "id": f"rs_{number}", "summary": [], "content": [part]})
     if text or not (thought or calls):
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
@@ -245,12 +244,17 @@ def _usage(answer: Answer) -> Message:
 
 def _events(response: Message) -> Iterator[tuple[str, Message]]:
     """Yield the events of a response, each with its type."""
-    begun = {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    begun: Message = {
+        "status": "in_progress",
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+    }
     yield "response.created", {"response": response | begun}
     yield "response.in_progress", {"response": response | begun}
     for index, item in enumerate(response["output"]):
         at = {"output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Message = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         added = item | empty | {"status": "in_progress"}
         yield "response.output_item.added", {**at, "item": added}
         yield from _parts(item, {**at, "item_id": item["id"]})
@@ -269,7 +273,7 @@ def _parts(item: Message, at: Message) -> Iterator[tuple[str, Message]]:
     (part,) = item["content"]
     at = {**at, "content_index": 0}
     kind = f"response.{part['type']}"
-    logprobs = {"logprobs": []} if part["type"] == "output_text" else {}
+    logprobs: Message = {"logprobs": []} if part["type"] == "output_text" else {}
     yield "response.content_part.added", {**at, "part": part | {"text": ""}}
     for piece in pieces(part["text"]):
         yield f"{kind}.delta", {**at, "delta": piece, **logprobs}
