@@ -86,7 +86,8 @@ docs: setup  ## build the documentation into site/, warnings are errors
 verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
 	@install/verifiers.sh
 
-environments: verifiers  ## that one, and those for notebooks, builds and MLflow, which some tests need
+environments: verifiers  ## that one, and those for notebooks, builds, MLflow and agents, which some tests need
+	@install/agents_sdk.sh
 	@install/notebook.sh
 	@install/packaging.sh
 	@install/mlflow.sh

@@ -12,8 +12,10 @@ lock() { # backend, options...
         --no-header --extra "$backend" --extra dev --extra docs --extra recipes --upgrade \
         --override "install/$backend-overrides.txt" --output-file "install/$backend-constraints.txt" "$@"
 }
-# Environments of their own (mlflow.sh, notebook.sh, packaging.sh, verifiers.sh), so the other
-# constraints do not hold for them.
+# Environments of their own (agents_sdk.sh, mlflow.sh, notebook.sh, packaging.sh, verifiers.sh), so
+# the other constraints do not hold for them.
+.venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
+    --upgrade --output-file install/agents_sdk.txt <<<'openai-agents>=0.24'
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \
     --upgrade --output-file install/mlflow.txt <<<'mlflow-skinny>=3'
 .venv/bin/uv pip compile - --quiet --universal --python-version 3.11 --no-annotate --no-header \

@@ -85,7 +85,7 @@ class TurnTemplate:
         options = row_options(columns)
         key = json.dumps(options, sort_keys=True)
         if key not in self._of_rows:
-            one = TurnTemplate(self.tokenizer, options | self.chat_options) if options else self
+            one = TurnTemplate(self.tokenizer, self.chat_options | options) if options else self
             check(one)
             self._of_rows[key] = one
         return self._of_rows[key]

@@ -8,13 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.agents.base import Agent
 from lightning_rl.agents.episode import Episode
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import CLOSE, OPEN
 from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import ConfigError, require_at_least
 from lightning_rl.rollout import Rollout
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 @configurable

@@ -3,7 +3,7 @@
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -36,6 +36,7 @@ from lightning_rl.agents.templates import (
 from lightning_rl.agents.tool_call_parsing import CallReader
 from lightning_rl.agents.tool_results import as_content
 from lightning_rl.config.arguments import configurable
+from lightning_rl.data.chats import tool_names
 from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
@@ -55,7 +56,9 @@ class ToolAgent(Agent):
     """Answers turns with tool calls by the tools' results; a turn without a call is the answer.
 
     ``rollout.completion`` becomes the list of messages: the model's, with its ``tool_calls``, and
-    the tools'. The model's tokens are kept as it wrote them, and only they are trained on.
+    the tools'. The model's tokens are kept as it wrote them, and only they are trained on. A prompt
+    with a column ``tools`` is offered those of the agent's tools that the column names, as it
+    describes them.
 
     ``finish_reason`` is ``stop`` (an answer), ``length`` (``max_tokens``, which also counts the
     results, or the engine's length), ``max_turns`` or ``max_seconds``.
@@ -139,9 +142,8 @@ class ToolAgent(Agent):
         whole = bool(messages) and "tool_calls" in messages[-1]
         cut = reason == "abort" or (reason == "length" and not whole)
         record_turns(rollout, reason if cut else "stop")
-        rollout.extra["tools"] = [*self.toolbox.schemas]
         for call in rollout.calls:
-            call.tool_choice = "auto"
+            call.tool_choice = "auto" if rollout.extra.get("tools") else None
         end(rollout, reason)
         return rollout
 
@@ -155,6 +157,8 @@ class ToolAgent(Agent):
         if self._template is None:
             raise ConfigError("ToolAgent has no tokenizer yet; call configure(tokenizer) first")
         template = self._template.of_row(rollout.prompt.columns, self._check_rewrites)
+        offered = template.chat_options["tools"] or []
+        rollout.extra["tools"] = [*offered]
         while True:
             if not (messages and messages[-1].get("tool_calls")):
                 reason = await self._write(rollout, engine, sampling)
@@ -174,7 +178,7 @@ class ToolAgent(Agent):
             turn, left = _last_turn(rollout), room(rollout, engine, sampling)
             if len(template.suffix(turn, [tool_reply(call, "") for call in calls], calls)) >= left:
                 return "length"  # whatever the tools answer
-            shown = await self.toolbox.answer(calls, self.max_calls_per_turn)
+            shown = await self.toolbox.answer(calls, self.max_calls_per_turn, tool_names(offered))
             results, pictures = pictures_of(shown, self.toolbox.picture_limits)
             suffix, placed = template.seen_suffix(turn, results, pictures, calls)
             if len(suffix) >= left:
@@ -362,10 +366,16 @@ class Toolbox:
         for server in self._servers:
             server.close()
 
-    async def answer(self, calls: Sequence[Message], limit: int | None = None) -> list[Message]:
+    async def answer(
+        self,
+        calls: Sequence[Message],
+        limit: int | None = None,
+        offered: Collection[str] | None = None,
+    ) -> list[Message]:
         """Run the calls of one turn concurrently; return their results in the calls' order.
 
-        Calls beyond the first ``limit`` are not run, but answered by an error.
+        Calls beyond the first ``limit``, and of tools other than those ``offered`` (None: all), are
+        not run, but answered by an error.
 
         Raises:
             EpisodeError: if a server was lost, or a tool uses signals, which work in the main
@@ -373,18 +383,19 @@ class Toolbox:
         """
         few = len(calls) if limit is None else limit
         message = f"only {limit} calls of a turn are run; call again for the rest"
-        results = await asyncio.gather(*(self._answer(call) for call in calls[:few]))
+        known = [name for name in self._functions if offered is None or name in offered]
+        results = await asyncio.gather(*(self._answer(call, known) for call in calls[:few]))
         return [*results, *(_error(call, "too_many", message) for call in calls[few:])]
 
-    async def _answer(self, call: Message) -> Message:
+    async def _answer(self, call: Message, known: Sequence[str]) -> Message:
         from pydantic import ValidationError
 
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if "error" in call:
             return _error(call, "unreadable", call["error"])
-        if name not in self._functions:
-            known = ", ".join(self._functions)
-            return _error(call, "unknown_tool", f"there is no tool {name!r}; there are: {known}")
+        if name not in known:
+            told = ", ".join(known) or "none"
+            return _error(call, "unknown_tool", f"there is no tool {name!r}; there are: {told}")
         if not isinstance(arguments, dict):
             return _error(call, "arguments", "the arguments must be a JSON object")
         try:

@@ -9,7 +9,8 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.rollout import Message
 from lightning_rl.run.files.strict_json import loads
 
-_THOUGHT, _OVER = "<think>", "</think>"
+OPEN, CLOSE = "<think>", "</think>"
+"""What a thought begins and ends with."""
 SET_BY_US = (
     "conversation",
     "tokenize",
@@ -130,11 +131,11 @@ def render(
     if "tool_calls" in chat[-1]:
         raise ValueError("it ends in tool calls; let their results follow")
     begun = chat[-1]["content"]
-    if begun and not (isinstance(begun, str) and _THOUGHT in begun and _OVER not in begun):
+    if begun and not (isinstance(begun, str) and OPEN in begun and CLOSE not in begun):
         return in_its_form(chat, False, continue_final_message=True)
     opening = in_its_form(chat[:-1], True)
-    if opening.rstrip().endswith(_THOUGHT):  # the template has opened the thought already
-        begun = begun.removeprefix(_THOUGHT).removeprefix("\n")
+    if opening.rstrip().endswith(OPEN):  # the template has opened the thought already
+        begun = begun.removeprefix(OPEN).removeprefix("\n")
     return opening + (begun or "")
 
 
@@ -152,22 +153,24 @@ def begun_in(text: str, chat: Sequence[Message]) -> str:
 def row_options(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a row tells the chat template: its ``tools`` and ``chat_template_kwargs``.
 
-    Both may be JSON text, or have come through an Arrow table, which fills up with None.
+    Both may be JSON text, or have come through an Arrow table, which fills up with None. An empty
+    list of tools is None, as a template takes it, and says that an agent is to offer none.
 
     Raises:
         ValueError: says which column is not of that form.
     """
-    options: dict[str, Any] = _parsed(columns, "chat_template_kwargs", dict, "an object")
+    options: dict[str, Any] = _parsed(columns, "chat_template_kwargs", dict, "an object") or {}
     if reserved := [name for name in options if name in SET_BY_US]:
         raise ValueError(
             f"chat_template_kwargs.{reserved[0]} is set by the library; leave it out of the row"
         )
-    if tools := _parsed(columns, "tools", list, "a list of JSON schemas"):
-        named = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
-        if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in named):
-            raise ValueError(_column_fault("tools", "a list of JSON schemas", tools))
-        options = options | {"tools": tools}
-    return options
+    tools = _parsed(columns, "tools", list, "a list of JSON schemas")
+    if tools is None:
+        return options
+    named = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in named):
+        raise ValueError(_column_fault("tools", "a list of JSON schemas", tools))
+    return options | {"tools": tools or None}
 
 
 def tool_names(schemas: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -180,7 +183,7 @@ def _parsed(columns: Mapping[str, Any], name: str, kind: type, what: str) -> Any
     if isinstance(given, str):
         given = arguments_of(given)
     if given is None or given == {}:
-        return kind()
+        return None
     if not isinstance(given, kind):
         raise ValueError(_column_fault(name, what, given))
     return given

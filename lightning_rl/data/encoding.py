@@ -37,7 +37,7 @@ class PromptEncoder:
 
     Args:
         tokenizer: encodes texts; its chat template renders chats, with the generation prompt.
-        chat_options: further variables of the chat template, such as ``tools``.
+        chat_options: further variables of the chat template, such as ``tools``; a row's come first.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PromptEncoder:
         """
         options = self._options(columns, where)
         try:
-            return render(self.tokenizer, chat, options | self.chat_options)
+            return render(self.tokenizer, chat, self.chat_options | options)
         except Exception as error:  # a template may raise anything
             raise DataError(
                 f"{where()}: the chat template cannot render the prompt: {error}; correct its "
@@ -170,25 +170,18 @@ class PromptEncoder:
             raise DataError(f"{where()}: {error}") from error
         variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
         template = str(variables.get("chat_template", self.tokenizer.chat_template))
-        for name in options:
-            if name not in template and name != "chat_template":
+        for name, value in options.items():
+            if name not in template and name != "chat_template" and value is not None:
                 column = name if name == "tools" else f"chat_template_kwargs.{name}"
                 self._tell(name, f"{where()}: the chat template never reads {column}")
-        if "tools" not in options or "tools" not in self.chat_options:
-            return options
-        offered, named = tool_names(self.chat_options["tools"]), tool_names(options["tools"])
-        if unknown := [name for name in named if name not in offered]:
-            raise DataError(
-                f"{where()}: column 'tools' names {unknown[0]!r}, which the agent does not have; "
-                f"it has {', '.join(offered)}: add the tool to the agent, or rename the column "
-                "(columns: {other_name: tools})"
-            )
-        if len(named) < len(offered):
-            self._tell(
-                "fewer tools",
-                f"{where()}: column 'tools' names {', '.join(named)}, but the agent offers all of "
-                f"its tools to every row: {', '.join(offered)}",
-            )
+        known = tool_names(self.chat_options.get("tools") or ())
+        for name in tool_names(options.get("tools") or ()):
+            if known and name not in known:
+                raise DataError(
+                    f"{where()}: column 'tools' names {name!r}, which the agent does not have; it "
+                    f"has {', '.join(known)}: add the tool to the agent, or rename the column "
+                    "(columns: {other_name: tools})"
+                )
         return options
 
     def _tell(self, what: str, text: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_rl.rollout import Message
-from lightning_rl.serving.api_format import ApiFormat, pieces
+from lightning_rl.serving.api_format import ApiFormat, pieces, typed_event
 from lightning_rl.serving.ask import Answer, Ask, Terms, usage_of
 from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.errors import RequestError
@@ -58,21 +58,21 @@ class MessagesFormat(ApiFormat):
     def stream(self, ask: Ask, answers: Sequence[Answer], number: str, now: int) -> Iterator[bytes]:
         (answer,) = answers
         begun = _head(ask, number) | {"usage": _usage(answer) | {"output_tokens": 0}}
-        yield _event("message_start", message=begun)
+        yield typed_event("message_start", message=begun)
         for index, block in enumerate(_blocks(answer)):
             if block["type"] == "text":
                 empty, kind, text = block | {"text": ""}, "text", block["text"]
             else:
                 empty, kind = block | {"input": {}}, "partial_json"
                 text = json.dumps(block["input"], ensure_ascii=False)
-            yield _event("content_block_start", index=index, content_block=empty)
+            yield typed_event("content_block_start", index=index, content_block=empty)
             for piece in pieces(text):
                 delta = {"type": _DELTAS[kind], kind: piece}
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
+                yield typed_event("content_block_delta", index=index, delta=delta)
+            yield typed_event("content_block_stop", index=index)
         ended = {"stop_reason": _reason(answer), "stop_sequence": answer.ended_by}
-        yield _event("message_delta", delta=ended, usage=_usage(answer))
-        yield _event("message_stop")
+        yield typed_event("message_delta", delta=ended, usage=_usage(answer))
+        yield typed_event("message_stop")
 
     def error(self, error: RequestError) -> Message:
         body = {"type": _ERRORS.get(error.status, "api_error"), "message": error.message}
@@ -229,8 +229,3 @@ def _reason(answer: Answer) -> str:
 def _usage(answer: Answer) -> dict[str, int]:
     read, wrote = usage_of([answer])
     return {"input_tokens": read, "output_tokens": wrote}
-
-
-def _event(kind: str, **fields: Any) -> bytes:
-    data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {data}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The interface of the supported APIs, and the common part of OpenAI's."""
+"""The interface of the supported APIs, and the common parts of OpenAI's."""
 
 import json
 from abc import ABC, abstractmethod
@@ -37,7 +37,22 @@ class ApiFormat(ABC):
 
 
 class OpenAIFormat(ApiFormat):
-    """Writes errors, events and usage in the format of OpenAI's API."""
+    """Writes errors in the format of OpenAI's API."""
+
+    def error(self, error: RequestError) -> Message:
+        kind = "server_error" if error.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": error.message,
+                "type": kind,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+
+
+class ChoicesFormat(OpenAIFormat):
+    """Writes answers as choices, with the events and usage of both kinds of completions."""
 
     prefix: str
     """Prefix of the ids of answers."""
@@ -77,17 +92,6 @@ class OpenAIFormat(ApiFormat):
     @abstractmethod
     def chunks(self, index: int, ask: Ask, answer: Answer) -> Iterator[Message]:
         """Yield one answer in parts."""
-
-    def error(self, error: RequestError) -> Message:
-        kind = "server_error" if error.status >= 500 else "invalid_request_error"
-        return {
-            "error": {
-                "message": error.message,
-                "type": kind,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
 
 
 def read_wanted(fields: Fields) -> dict[str, Any]:
@@ -131,6 +135,12 @@ def token_ids_of(answer: Answer) -> Message:
 def openai_usage(answers: Sequence[Answer]) -> dict[str, int]:
     read, wrote = usage_of(answers)
     return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+
+
+def typed_event(kind: str, **fields: Any) -> bytes:
+    """Return a server-sent event with its type, as in Anthropic's API and OpenAI's responses."""
+    data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
+    return f"event: {kind}\ndata: {data}\n\n".encode()
 
 
 def _event(data: Message) -> bytes:

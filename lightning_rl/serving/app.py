@@ -25,6 +25,7 @@ from lightning_rl.serving.http import (
     refusal,
 )
 from lightning_rl.serving.openai_chat import ChatCompletionsFormat
+from lightning_rl.serving.openai_responses import ResponsesFormat
 from lightning_rl.serving.openai_text import CompletionsFormat
 from lightning_rl.serving.retries import Pending, Retries
 from lightning_rl.serving.session import Session
@@ -54,6 +55,7 @@ class AgentApp:
             "/v1/chat/completions": self._chat,
             "/v1/completions": CompletionsFormat(tokenizer),
             "/v1/messages": MessagesFormat(),
+            "/v1/responses": ResponsesFormat(),
         }
 
     def open(self, session: Session) -> None:

@@ -10,6 +10,7 @@ from lightning_rl.rollout import Call, Message, Placed, Row
 from lightning_rl.serving.chat_format import ChatFormat, ChatFormats
 from lightning_rl.serving.chats import ChatReader, RequestChat
 from lightning_rl.serving.errors import RequestError, unsupported
+from lightning_rl.serving.kept_responses import KeptResponses
 from lightning_rl.serving.limits import RequestLimits
 
 DEFAULT_MODEL = "policy"
@@ -27,6 +28,7 @@ class Terms:
         models: the roles that clients may ask for, by model name.
         limits: limits of a request.
         chats: reads the session's chats.
+        responses: the session's responses, which later requests may name.
     """
 
     formats: ChatFormats
@@ -35,6 +37,7 @@ class Terms:
     models: dict[str, str]
     limits: RequestLimits
     chats: ChatReader = field(init=False)
+    responses: KeptResponses = field(default_factory=KeptResponses)
 
     def __post_init__(self) -> None:
         self.chats = ChatReader(self.limits)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_rl.data.chats import arguments_of
+from lightning_rl.data.chats import CLOSE, OPEN, arguments_of
 from lightning_rl.rollout import Message, Picture
 from lightning_rl.serving.fields import Fields, wrong_kind, wrong_value
 from lightning_rl.vision.limits import PictureAccess, PictureLimits
-from lightning_rl.vision.messages import IMAGE_KINDS, is_picture, pictures_of
+from lightning_rl.vision.messages import IMAGE_KINDS, TEXT_KINDS, is_picture, pictures_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SEEING = ("user", "tool")
@@ -24,8 +24,9 @@ class Said:
         message: in the form of chat templates: text content, or parts if there are pictures;
             arguments of calls as objects.
         text: the whole message as JSON; a picture's part holds its digest.
-        key: equal for messages that count as the same. For a model's message it has only the text
-            and the calls, without surrounding spaces and ids, which clients may change.
+        key: equal for messages that count as the same. For a model's message it has only the
+            thought, the answer and the calls, without surrounding spaces and ids, which clients may
+            change.
     """
 
     message: Message
@@ -56,8 +57,21 @@ def said(message: Message) -> Said:
     if message["role"] != "assistant":
         return Said(message, text, text)
     calls = [call["function"] for call in message.get("tool_calls", ())]
-    key = ["assistant", message["content"].strip(), calls]
+    key = ["assistant", *thought_and_answer(message["content"].strip()), calls]
     return Said(message, text, json.dumps(key, ensure_ascii=False, sort_keys=True))
+
+
+def thought_and_answer(text: str) -> tuple[str, str]:
+    """Split a model's text into its thought, which is empty if there is none, and the rest.
+
+    A thought ends with ``</think>``. It begins with ``<think>``, or with the text itself, since a
+    template may have opened it.
+    """
+    thought, closed, answer = text.rpartition(CLOSE)
+    if not closed and not text.startswith(OPEN):
+        return "", text
+    thought, answer = (thought, answer) if closed else (text, "")
+    return thought.strip().removeprefix(OPEN).strip(), answer.strip()
 
 
 def with_name(message: Message, before: Sequence[Said]) -> Message:
@@ -69,8 +83,8 @@ def with_name(message: Message, before: Sequence[Said]) -> Message:
     return message | {"name": next(called, "")}
 
 
-def read_message(number: int, given: Any) -> Message:
-    """Return a message of a chat completion's request in the form of templates.
+def read_message(number: int, given: Any, within: str = "messages") -> Message:
+    """Return a message of a request, in the field ``within``, in the form of templates.
 
     Fields that templates cannot render (``refusal``, ``audio``, ``reasoning_content``, a call's
     ``index``) are left out.
@@ -78,7 +92,7 @@ def read_message(number: int, given: Any) -> Message:
     Raises:
         RequestError: if it is not a valid message.
     """
-    fields = Fields(given, f"messages[{number}].")
+    fields = Fields(given, f"{within}[{number}].")
     role = fields.need("role", str)
     if role not in ROLES:
         raise wrong_value(fields.path + "role", role, ", ".join(map(repr, ROLES)))
@@ -142,8 +156,9 @@ def content_of(content: Any, where: str, pictures: bool = True) -> str | list[An
         kind = fields.need("type", str)
         if pictures and kind in IMAGE_KINDS:
             parts.append(block)
-        elif kind in ("text", "refusal"):
-            parts.append({"type": "text", "text": fields.need(kind, str)})
+        elif kind in (*TEXT_KINDS, "refusal"):
+            text = fields.need("refusal" if kind == "refusal" else "text", str)
+            parts.append({"type": "text", "text": text})
         else:
             allowed = ("text", *IMAGE_KINDS) if pictures else ("text",)
             raise wrong_value(fields.path + "type", kind, ", ".join(map(repr, allowed)))

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.api_format import (
-    OpenAIFormat,
+    ChoicesFormat,
     pieces,
     read_count,
     read_wanted,
@@ -21,7 +21,7 @@ from lightning_rl.serving.fields import Fields, wrong_value
 from lightning_rl.serving.settings import answer_form, asked_sampling
 
 
-class ChatCompletionsFormat(OpenAIFormat):
+class ChatCompletionsFormat(ChoicesFormat):
     """Serves ``/v1/chat/completions``."""
 
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -32,8 +32,10 @@ class ChatCompletionsFormat(OpenAIFormat):
         role = terms.role_of(model)
         chat = terms.chats.read(fields.need("messages", list))
         tools = _tools(fields)
-        form = terms.form_of(tools, _variables(fields), fields.get("chat_template", str) or "")
-        must_call, may_call = _tool_choice(fields, tools)
+        form = terms.form_of(
+            tools, template_variables(fields), fields.get("chat_template", str) or ""
+        )
+        must_call, may_call = tool_choice(fields, tools, "function")
         _refuse(fields)
         limit = "max_tokens" if fields.body.get(_LIMIT) is None else _LIMIT
         held = answer_form(fields)
@@ -49,7 +51,7 @@ class ChatCompletionsFormat(OpenAIFormat):
 
     def choice(self, index: int, ask: Ask, answer: Answer) -> Message:
         message: Message = {"role": "assistant", "content": answer.text, "refusal": None}
-        if calls := _calls(answer):
+        if calls := calls_of(answer):
             message |= {"content": answer.text or None, "tool_calls": calls}
         return {
             "index": index,
@@ -63,7 +65,7 @@ class ChatCompletionsFormat(OpenAIFormat):
         def chunk(delta: Message, logprobs: Any = None, reason: str | None = None) -> Message:
             return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-        calls = _calls(answer)
+        calls = calls_of(answer)
         yield chunk(
             {"role": "assistant", "content": None if calls and not answer.text else ""},
             _logprobs(ask, answer) if ask.logprobs else None,
@@ -99,7 +101,7 @@ _OURS |= {"messages", "conversations"}
 """Names that are not variables of a template, but arguments of its renderer."""
 
 
-def _variables(fields: Fields) -> dict[str, Any]:
+def template_variables(fields: Fields) -> dict[str, Any]:
     """Read extra variables of the chat template."""
     given = Fields(fields.get("chat_template_kwargs", dict) or {}, "chat_template_kwargs.")
     for name in _OURS & given.body.keys():
@@ -120,8 +122,13 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     return tools
 
 
-def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, bool]:
-    """Return the tool that must be called (any: ``*``), and whether one may be called."""
+def tool_choice(
+    fields: Fields, tools: Sequence[dict[str, Any]], within: str = ""
+) -> tuple[str, bool]:
+    """Return the tool that must be called (any: ``*``), and whether one may be called.
+
+    ``within`` is the field of the choice that has the tool's name; empty: the choice itself has it.
+    """
     choice = fields.body.get("tool_choice")
     if choice is None or choice in ("auto", "none"):
         return "", choice != "none"
@@ -133,8 +140,10 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
         return "*", True
     if isinstance(choice, str):
         raise wrong_value("tool_choice", choice, "'none', 'auto', and 'required'")
-    chosen = Fields(choice, "tool_choice.").need("function", dict)
-    name = Fields(chosen, "tool_choice.function.").need("name", str)
+    chosen = Fields(choice, "tool_choice.")
+    if within:
+        chosen = Fields(chosen.need(within, dict), f"tool_choice.{within}.")
+    name = chosen.need("name", str)
     if all(tool["function"]["name"] != name for tool in tools):
         raise RequestError(
             f"Tool choice '{name:.80}' not found in 'tools' parameter.", param="tool_choice"
@@ -142,7 +151,7 @@ def _tool_choice(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[str, 
     return name, True
 
 
-def _calls(answer: Answer) -> list[Message]:
+def calls_of(answer: Answer) -> list[Message]:
     """Return the answer's calls in the API's form, with arguments as a JSON string."""
     return [
         {

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.rollout import Message
 from lightning_rl.serving.api_format import (
-    OpenAIFormat,
+    ChoicesFormat,
     pieces,
     read_count,
     read_wanted,
@@ -21,7 +21,7 @@ from lightning_rl.serving.settings import answer_form, asked_sampling
 from lightning_rl.vision.reader import encode
 
 
-class CompletionsFormat(OpenAIFormat):
+class CompletionsFormat(ChoicesFormat):
     """Serves ``/v1/completions``."""
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"

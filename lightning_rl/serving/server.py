@@ -31,9 +31,9 @@ _KEEP_ALIVE_S = 3600
 class AgentServer:
     """Lets programs be agents: an OpenAI-compatible endpoint in front of an engine.
 
-    It answers ``/v1/chat/completions``, ``/v1/completions``, ``/v1/models`` and Anthropic's
-    ``/v1/messages``. A client's key says which rollout its requests belong to. Requests are handled
-    in the event loop that :meth:`start` ran in.
+    It answers ``/v1/chat/completions``, ``/v1/completions``, ``/v1/responses``, ``/v1/models`` and
+    Anthropic's ``/v1/messages``. A client's key says which rollout its requests belong to. Requests
+    are handled in the event loop that :meth:`start` ran in.
 
     Args:
         tokenizer: the policy's tokenizer; chats need its chat template.

@@ -61,22 +61,30 @@ def asked_sampling(
         raise RequestError(str(error), param=names.get(param, param)) from error
 
 
-def answer_form(fields: Fields) -> StructuredOutputs | None:
-    """Return the structured output that ``response_format`` asks for, if any.
+def answer_form(
+    fields: Fields, name: str = "response_format", within: str = "json_schema"
+) -> StructuredOutputs | None:
+    """Return the structured output that a field asks for, if any.
+
+    Args:
+        fields: the fields of which it is one.
+        name: its name.
+        within: the field of it that has the schema; empty: it has the schema itself.
 
     Raises:
-        RequestError: if ``response_format`` is invalid.
+        RequestError: if it is invalid.
     """
-    given = fields.get("response_format", dict)
+    given = fields.get(name, dict)
     if given is None:
         return None
-    form = Fields(given, "response_format.")
+    form = Fields(given, f"{fields.path}{name}.")
     kind = form.need("type", str)
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputs(json=_ANYTHING)
     if kind == "json_schema":
-        schema = Fields(form.need("json_schema", dict), "response_format.json_schema.")
-        return StructuredOutputs(json=schema.get("schema", dict) or _ANYTHING)
-    raise wrong_value("response_format.type", kind, "'json_object', 'json_schema', and 'text'")
+        if within:
+            form = Fields(form.need(within, dict), f"{form.path}{within}.")
+        return StructuredOutputs(json=form.get("schema", dict) or _ANYTHING)
+    raise wrong_value(f"{form.path}type", kind, "'json_object', 'json_schema', and 'text'")

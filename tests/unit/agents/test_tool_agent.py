@@ -397,6 +397,64 @@ def test_the_prompt_shows_the_tools():
     assert Agent.chat_options == {}
 
 
+def double(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: the number.
+    """
+    return 2 * a
+
+
+ADD, DOUBLE = tool_schema(add), tool_schema(double)
+IN_OTHER_WORDS = {"type": "function", "function": {**DOUBLE["function"], "description": "Twice."}}
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        (None, [ADD, DOUBLE]),
+        ([DOUBLE, ADD], [DOUBLE, ADD]),
+        ([DOUBLE], [DOUBLE]),
+        (json.dumps([IN_OTHER_WORDS]), [IN_OTHER_WORDS]),
+        ([], []),
+        ("[]", []),
+    ],
+)
+def test_a_row_is_offered_the_tools_that_it_names(given, offered):
+    agent = ToolAgent([add, double])
+    prompts = IterablePrompts([{"prompt": QUESTION, "tools": given}])
+    prompts.load(TOKENIZER, agent.chat_options)
+    opened = TurnTemplate(TOKENIZER, {"tools": offered or None}).render(QUESTION)
+    assert TOKENIZER.decode(prompts[0].token_ids) == opened
+    rollout = Rollout(prompts[0], group_id="g", sample_index=0, seed=11)
+    play(call(a=2, b=3) + END, "Done." + END, tools=[add, double], rollout=rollout)
+    names = [schema["function"]["name"] for schema in offered]
+    refused = f"Error: there is no tool 'add'; there are: {', '.join(names) or 'none'}"
+    assert rollout.completion[1]["content"] == ("5" if "add" in names else refused)
+    assert rollout.extra["tools"] == offered
+    assert {call.tool_choice for call in rollout.calls} == {"auto" if offered else None}
+
+
+def test_rows_with_other_tools_are_answered_side_by_side():
+    agent = ToolAgent([add, double])
+    agent.configure(TOKENIZER)
+    rows = [{"prompt": QUESTION, "tools": [schema]} for schema in (ADD, DOUBLE)]
+    prompts = IterablePrompts(rows)
+    prompts.load(TOKENIZER, agent.chat_options)
+    rollouts = [Rollout(prompts[n], group_id="g", sample_index=0, seed=n) for n in (0, 1)]
+
+    async def both():
+        engines = [Script(call(a=2, b=3) + END, "Done." + END) for _ in rollouts]
+        sampling = Sampling(max_tokens=5000)
+        runs = zip(rollouts, engines, strict=True)
+        await asyncio.gather(*(agent.run(one, engine, sampling) for one, engine in runs))
+
+    asyncio.run(both())
+    answers = [rollout.completion[1]["content"] for rollout in rollouts]
+    assert answers == ["5", "Error: there is no tool 'add'; there are: double"]
+
+
 class Commas(ToolParser):
     """Writes calls as ``name,argument``, which no template does."""
 

@@ -7,11 +7,19 @@ is the one that RL continues.
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
+from datasets import Dataset
 
 from lightning_rl.data.end_tokens import end_tokens_of
 from lightning_rl.data.implied_prompts import ImpliedPrompts
-from lightning_rl.data.sources import IterablePrompts
+from lightning_rl.data.sources import (
+    HFDatasetPrompts,
+    IterablePrompts,
+    JSONLPrompts,
+    ParquetPrompts,
+)
 from lightning_rl.data.supervised import RowLimit, conversation
 from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.dpo import DPOModule, PairDataModule
@@ -73,13 +81,17 @@ KINDS = ("text", "ids", "messages", "several turns", "implied", "repeated", "bin
 KINDS = (*KINDS, "prefilled", "prefilled messages", "tools", "variables")
 
 
+def loaded_rows(data, tokenizer):
+    """Load the rows of a learner's data."""
+    data._tokenizer = tokenizer
+    data.train.imply(data.implied())
+    data.train.load(tokenizer)
+
+
 def loaded(data, tokenizer):
     """Return the prompt of a row as a learner reads it, and what the learner makes of it."""
-    data._tokenizer = tokenizer
-    prompts = data.train
-    prompts.imply(data.implied())
-    prompts.load(tokenizer)
-    [prompt] = prompts.first()
+    loaded_rows(data, tokenizer)
+    [prompt] = data.train.first()
     return prompt, data.row(prompt)
 
 
@@ -138,6 +150,49 @@ def test_every_learner_reads_every_row_as_the_template_writes_it(template, kind)
     assert sum(token in end_tokens_of(tokenizer).token_ids for token in trained) == count
     assert chosen.token_ids != rejected.token_ids
     assert paired.token_ids == prompt.token_ids or kind == "several turns"
+
+
+SPELL = {
+    "name": "spell",
+    "parameters": {"type": "object", "properties": {"word": {"enum": ["a", "b"]}}, "required": []},
+}
+TOOLS_OF_ROWS = ([TOOL], [{"type": "function", "function": SPELL}, TOOL], [], None)
+
+
+def written(rows, form, folder):
+    """Return how prompts are read from a file of this form, which it writes."""
+    if form == "hub":
+        Dataset.from_list(rows).save_to_disk(folder / "rows")
+        return lambda: HFDatasetPrompts(str(folder / "rows"))
+    if form.startswith("parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "rows.parquet")
+        return lambda: ParquetPrompts(str(folder / "rows.parquet"))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return lambda: JSONLPrompts(str(folder / "rows.jsonl"))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "jsonl of text", "parquet", "parquet of text", "hub"])
+def test_each_row_has_its_own_tools_in_whatever_file(form, tmp_path):
+    """Tables of Arrow give every tool the arguments of all, with null."""
+    tokenizer = chat_tokenizer("qwen2_5")
+    answers = {"completion": [said("4.")], "chosen": [said("4.")], "rejected": [said("5.")]}
+    columns = [{"tools": json.dumps(t) if "text" in form else t} for t in TOOLS_OF_ROWS]
+    rows = [{"prompt": [ASK], **answers, "label": True, **more} for more in columns]
+    read = written(rows, form, tmp_path)
+    prompts = read()
+    prompts.load(tokenizer)
+    learners = [SFTDataModule, KTODataModule, PairDataModule, RewardPairDataModule]
+    datas = [learner(read()) for learner in learners]
+    for data in datas:
+        loaded_rows(data, tokenizer)
+    for place, tools in enumerate(TOOLS_OF_ROWS):
+        chat = {"conversation": [ASK, said("4.")], "tools": tools or None}
+        whole = tokenizer.apply_chat_template(**chat, tokenize=False)
+        assert whole.startswith(tokenizer.decode(prompts[place].token_ids))
+        sft, kto, (chosen, _), ((scored, _), _) = [data.row(data.train[place]) for data in datas]
+        texts = [[*one.rows[0].prompt_ids, *one.token_ids] for one in (sft, kto, chosen)]
+        for token_ids in (*texts, scored):
+            assert tokenizer.decode(token_ids).strip() == whole.strip()
 
 
 def test_masks_are_those_of_a_template_that_marks_what_the_model_wrote():

@@ -118,6 +118,41 @@ MESSAGES = {
     "thinking": {"type": "disabled"},
     "metadata": {"user_id": "x"},
 }
+RESPONSE = {
+    "model": "policy",
+    "instructions": "Be short.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "2 + 3?"}]},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Easy."}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Let me add.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": 2}'},
+        {"type": "function_call_output", "call_id": "c", "output": "5"},
+    ],
+    "tools": [{"type": "function", "name": "add", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}},
+    "reasoning": {"effort": "low"},
+    "include": ["reasoning.encrypted_content"],
+    "max_output_tokens": 20,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "stream": False,
+    "background": False,
+    "truncation": "disabled",
+    "previous_response_id": None,
+    "metadata": {"a": "b"},
+    "store": True,
+}
 VALUES = (
     "null",
     "true",
@@ -215,7 +250,12 @@ async def serves(client):
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("/chat/completions", CHAT), ("/completions", TEXT), ("/messages", MESSAGES)],
+    [
+        ("/chat/completions", CHAT),
+        ("/completions", TEXT),
+        ("/messages", MESSAGES),
+        ("/responses", RESPONSE),
+    ],
 )
 async def test_whatever_stands_in_a_field_is_answered_or_the_clients_mistake(path, body):
     async with opened(engine=Always()) as desk, client_of(desk) as client:
