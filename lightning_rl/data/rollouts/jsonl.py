@@ -123,7 +123,8 @@ def as_lines(records: Iterable[Record]) -> str:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the numbered lines that hold an object, found by their braces without parsing.
+    """Yield the numbered lines that hold an object; all but a last one without its end are found by
+    their braces, without parsing.
 
     Raises:
         DataError: naming a line that holds none, except a last one that was cut off.
@@ -133,10 +134,19 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            if line.startswith(b"{") and line.rstrip().endswith(b"}"):
+            ended = line.endswith(b"\n") or _is_json(line)  # half a line may end in a brace too
+            if ended and line.startswith(b"{") and line.rstrip().endswith(b"}"):
                 yield number, line
             elif line.endswith(b"\n"):
                 raise DataError(f"{path}:{number}: not a JSON object: {_beginning(line)}")
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def parsed(where: str, line: bytes) -> Record:

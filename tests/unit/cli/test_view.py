@@ -147,9 +147,11 @@ def test_the_last_rollouts_are_kept_and_all_are_counted(tmp_path):
     assert run.rollouts_total == 48
 
 
-def test_half_a_last_line_is_what_a_kill_leaves(tmp_path):
+@pytest.mark.parametrize("end", ["in a text", "after a brace"])
+def test_half_a_last_line_is_what_a_kill_leaves(tmp_path, end):
     whole = lines_of(good_rollout())
-    (tmp_path / "recorded.jsonl").write_text(whole + whole[:40])
+    half = whole[:40] if end == "in a text" else whole[: whole.index("}") + 1]
+    (tmp_path / "recorded.jsonl").write_text(whole + half)
     run = read_run(tmp_path, max_rollouts=10)
     assert (len(run.rollouts), run.rollouts_total) == (1, 1)
 
