@@ -15,21 +15,7 @@ from lightning_rl.cli.pack.archive import extract_archive, write_archive
 from lightning_rl.cli.rerun.run import RecordedRun
 from tests.support.recorded_run import make_place, stand_in, train
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("pack"))
-
-
-@pytest.fixture(scope="module")
-def finished(place, tiny_model) -> Path:
-    """Run four iterations; the weights of versions 2 and 4 are kept."""
-    return train(place, tiny_model)
-
-
-@pytest.fixture(autouse=True)
-def _there(place, monkeypatch) -> None:
-    stand_in(place, monkeypatch)
+pytestmark = pytest.mark.usefixtures("there")
 
 
 @pytest.fixture(scope="module")

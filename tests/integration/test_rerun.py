@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,23 +15,9 @@ from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
 from tests.support.engine_checks import ROUNDING
-from tests.support.recorded_run import make_place, stand_in, train
+from tests.support.recorded_run import train
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("rerun"))
-
-
-@pytest.fixture(scope="module")
-def finished(place, tiny_model) -> Path:
-    """Run four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
-    return train(place, tiny_model)
-
-
-@pytest.fixture(autouse=True)
-def _there(place, monkeypatch) -> None:
-    stand_in(place, monkeypatch)
+pytestmark = pytest.mark.usefixtures("there")
 
 
 @pytest.fixture
