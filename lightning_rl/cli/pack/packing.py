@@ -83,12 +83,7 @@ def _write_parts(
     from lightning_rl.data.rollouts.log import RerunLog
 
     iteration, before = options.iteration, options.iteration - 1
-    outcomes = run.log.outcomes()
-    if iteration not in outcomes:
-        raise DataError(
-            f"{run.path} did not record the results of iteration {iteration} (recorded: "
-            f"{', '.join(map(str, sorted(outcomes))) or 'none'}); choose one of these"
-        )
+    outcomes = run.outcomes_with(iteration)
     ranks = outcomes[iteration].ranks
     if ranks > 1:
         raise DataError(
