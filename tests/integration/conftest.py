@@ -17,11 +17,21 @@ from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
 from tests.support.ranks import Together
 from tests.support.ranks_checks import command
-from tests.support.recorded_run import stand_in
+from tests.support.recorded_run import finished, place, stand_in, there
 from tests.support.shared_engines import actors, cluster, servers, transformers, vllm, vllm_in
 from tests.support.signalled import FIT, configure
 
-__all__ = ["actors", "cluster", "servers", "transformers", "vllm", "vllm_in"]
+__all__ = [
+    "actors",
+    "cluster",
+    "finished",
+    "place",
+    "servers",
+    "there",
+    "transformers",
+    "vllm",
+    "vllm_in",
+]
 
 Fault = Callable[..., AbstractContextManager[None]]
 

@@ -22,20 +22,12 @@ from lightning_rl.run.files.checkpoint_io import write_checkpoint
 from tests.support.hostile.forged_runs import FOUND, agree, chain_anew, rechained_ledger
 from tests.support.recorded_run import make_place, stand_in, train
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("audit"))
+pytestmark = pytest.mark.usefixtures("there")
 
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
     return train(place, tiny_model, "--trainer.callbacks+=PreviewTable")
-
-
-@pytest.fixture(autouse=True)
-def _there(place, monkeypatch) -> None:
-    stand_in(place, monkeypatch)
 
 
 @pytest.fixture

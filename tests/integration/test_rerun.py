@@ -3,7 +3,6 @@
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -16,23 +15,9 @@ from lightning_rl.data.rollouts.parquet import ParquetRollouts
 from lightning_rl.errors import DataError
 from lightning_rl.models.policy import Policy
 from tests.support.engine_checks import ROUNDING
-from tests.support.recorded_run import make_place, stand_in, train
+from tests.support.recorded_run import train
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("rerun"))
-
-
-@pytest.fixture(scope="module")
-def finished(place, tiny_model) -> Path:
-    """Run four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
-    return train(place, tiny_model)
-
-
-@pytest.fixture(autouse=True)
-def _there(place, monkeypatch) -> None:
-    stand_in(place, monkeypatch)
+pytestmark = pytest.mark.usefixtures("there")
 
 
 @pytest.fixture
@@ -132,7 +117,7 @@ def test_a_rollout_of_two_versions_is_scored_with_each(run):
 def test_what_was_not_kept_is_said(run, capsys):
     with pytest.raises(DataError, match=r"no rollout '9/9/9/9', but others, such as '4/2/"):
         next(rerun_rollout(run, "9/9/9/9"))
-    with pytest.raises(DataError, match=r"iteration 5 \(recorded: iterations up to 4\)"):
+    with pytest.raises(DataError, match=r"iteration 5 \(recorded: 0, 1, 2, 3, 4\)"):
         rerun_iteration(run, 5)
     (run.log.path / "iteration-000003-000.parquet").unlink()
     assert main(["rerun", str(run.path), "--iteration", "4"]) == 2

@@ -46,7 +46,7 @@ class LotEngine(TransformersEngine):
 
     def _decoder(self, lm: PreTrainedModel) -> Decoder:
         decoder = super()._decoder(lm)
-        decoder.draw = draw_by_lot
+        decoder.draw = draw_by_lot  # type: ignore[method-assign]
         return decoder
 
 

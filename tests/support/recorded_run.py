@@ -31,6 +31,22 @@ def stand_in(place: Path, patch: pytest.MonkeyPatch) -> None:
         patch.setenv(name, "0")
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_place(tmp_path_factory.mktemp("recorded"))
+
+
+@pytest.fixture(scope="module")
+def finished(place: Path, tiny_model: Path) -> Path:
+    """Run four iterations of two optimizer steps; the weights of versions 2 and 4 are kept."""
+    return train(place, tiny_model)
+
+
+@pytest.fixture
+def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(place, monkeypatch)
+
+
 def config_of(model: Path) -> dict[str, Any]:
     """Configure four iterations of two optimizer steps; weights of versions 2 and 4 are kept."""
     return {

@@ -147,6 +147,11 @@ def _about(file: Path, folder: Path) -> dict[str, Any]:
         numbers = [about["iteration"], about["processes"]]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError(f"iteration and processes are {numbers}, but must be positive")
+        median, left_out = about["median_grad_norm"], about["left_out"]
+        if median is not None and not (isinstance(median, float) and median >= 0):
+            raise ValueError(f"median_grad_norm is {median!r:.20}, but must be a norm or null")
+        if not (isinstance(left_out, list) and all(isinstance(one, str) for one in left_out)):
+            raise TypeError("left_out must be a list of texts")
         mappings = [about["environment"], about["bases"], *dict(about["bases"]).values()]
         if not all(isinstance(one, dict) for one in mappings):
             raise TypeError("environment, bases and what they hold must be objects")

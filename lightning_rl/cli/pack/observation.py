@@ -6,8 +6,9 @@ each tensor's change, by which rounding is told from a fault.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +17,24 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.callbacks.rerun_recorder import outcome
+from lightning_rl.cli.pack.archive import ABOUT
+from lightning_rl.cli.pack.trees import write_tree
 from lightning_rl.cli.rerun.compare import (
     CLOSE,
     NEAR_ZERO,
     IterationRerun,
     identical,
+    rerun_iteration,
     within_rounding,
 )
-from lightning_rl.data.rollouts.log import first_difference
+from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.collect.loader import RolloutLoader, trainable
+from lightning_rl.data.packing import packed_rows
+from lightning_rl.data.rollouts.log import Outcome, first_difference
 from lightning_rl.errors import DataError
 from lightning_rl.models.parallel.sharding import full_tensor
+from lightning_rl.run.files import strict_json
 
 _NOISE = 1e-5
 """A tensor's gradient below this share of the whole gradient is nothing but rounding: Adam makes
@@ -71,34 +80,87 @@ def _is_column(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 1
 
 
+@dataclass(frozen=True)
+class BatchRow:
+    """A row of a batch: the id of its rollout, and its tokens, of which the prompt's are first."""
+
+    rollout: str
+    prompt_length: int
+    length: int
+
+
+def place_in(rows: Sequence[BatchRow], index: int) -> str:
+    """Return in words where a token of a batch is, counted from the end of its row's prompt."""
+    for row in rows:
+        if index < row.length:
+            return f"rollout {row.rollout}, token {index - row.prompt_length}"
+        index -= row.length
+    raise IndexError(f"the batch ends {index + 1} tokens before this one")
+
+
+def write_observed(
+    about: dict[str, Any], parts: Path, seen: Observation, environment: dict[str, Any]
+) -> None:
+    """Write a pack's last members: what was observed in the update, and ``pack.json``."""
+    write_tree(asdict(seen), parts / "expected")
+    text = strict_json.dumps(about | {"environment": environment}, indent=1)
+    (parts / ABOUT).write_text(text, encoding="utf-8")
+
+
 class Observer(RLCallback):
     """Notes the stages of the update that is made."""
 
     def __init__(self) -> None:
         self.seen = Observation()
+        self.rows: dict[str, list[BatchRow]] = {}
+        """The rows of each policy's batch, by the policy's name."""
+        self.parameters: list[list[str]] = []
+        """The names of each optimizer's parameters, in its order."""
+        self.before = Outcome(0, {})
+        """The weights before the update."""
         self._before: dict[str, Tensor] = {}
+        self._gradients: dict[str, float] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._before = {name: full_tensor(p.detach()).clone() for name, p in _trained(pl_module)}
+        self.before = outcome(trainer, self.rollout_module_of(pl_module), {})
+        names = {p: name for name, p in pl_module.named_parameters()}
+        self.parameters = [
+            [names[p] for group in optimizer.param_groups for p in group["params"]]
+            for optimizer in trainer.optimizers
+        ]
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> None:
         name = self.policy_module_of(pl_module).name
+        loader = trainer.train_dataloader
+        assert isinstance(loader, RolloutLoader)
+        packed = [rollout for rollout, _ in packed_rows(trainable(loader.current))]
+        ids = list({id(rollout): rollout.id for rollout in packed}.values())  # by their numbers
+        columns = (
+            batch["rollouts", key].tolist() for key in ("rollout", "prompt_length", "length")
+        )
+        self.rows[name] = [
+            BatchRow(ids[number], *lengths) for number, *lengths in zip(*columns, strict=True)
+        ]
         for key, column in batch["tokens"].items():
             if _is_column(column):
                 self.seen.columns[f"{name}.{key}" if name else key] = column.detach().cpu().clone()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # After the last of a step, since clipping comes before on_before_optimizer_step, and would
+        # spread what is wrong with one gradient over all.
+        gradients = {n: full_tensor(p.grad) for n, p in _trained(pl_module) if p.grad is not None}
+        self._gradients = _norms(gradients)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         own = {p for group in optimizer.param_groups for p in group["params"]}
-        gradients = {
-            name: full_tensor(p.grad)
-            for name, p in _trained(pl_module)
-            if p in own and p.grad is not None
-        }
-        self.seen.gradients.append(_norms(gradients))
+        names = [name for name, p in _trained(pl_module) if p in own]
+        found = {name: self._gradients[name] for name in names if name in self._gradients}
+        self.seen.gradients.append(found)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -118,31 +180,57 @@ def _norms(tensors: dict[str, Tensor]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
+class Update:
+    """An update that was made again: what was observed, and how its results compare."""
+
+    observer: Observer
+    rerun: IterationRerun
+
+    @property
+    def seen(self) -> Observation:
+        """The stages."""
+        return self.observer.seen
+
+
+def made_again(run: RecordedRun, iteration: int) -> Update:
+    """Make an update again, and observe it; raises as :func:`rerun_iteration` does."""
+    observer = Observer()
+    return Update(observer, rerun_iteration(run, iteration, observers=[observer]))
+
+
+@dataclass(frozen=True)
 class Stage:
     """A named part of the update: ``difference`` is relative, and ``near`` says whether rounding
-    explains it.
+    explains it. In a column the difference is largest at ``token``.
     """
 
     name: str
     difference: float
     near: bool
+    token: int | None = None
 
 
-def verdict(packed: Observation, seen: Observation, rerun: IterationRerun) -> tuple[str, bool]:
+def verdict(
+    packed: Observation,
+    seen: Observation,
+    rerun: IterationRerun,
+    rows: Mapping[str, Sequence[BatchRow]],
+) -> tuple[str, bool]:
     """Return in words how an update compares with the packed one, and whether it is the same.
 
     ``equal to the bit`` is the judgement of :class:`IterationRerun`. Where that finds a difference,
-    the stages tell whether it is rounding: all must agree to one part in a thousand.
+    the stages tell whether it is rounding: all must agree to one part in a thousand. ``rows`` are
+    those of each policy's batch, by the policy's name.
     """
-    if rerun.equal:
-        return "equal to the bit", True
-    if rerun.diverged_at == rerun.kept.version:
-        return "different: the weights before the update", False
-    stages = list(compared(packed, seen, rerun))
-    fault = next((stage for stage in stages if not stage.near), None)
+    fault = first_fault(packed, seen, rerun)
+    if fault is not None and fault.token is not None:
+        policy = fault.name.removeprefix("column ").rpartition(".")[0]
+        return f"different: {fault.name}, {place_in(rows[policy], fault.token)}", False
     if fault is not None:
         return f"different: {fault.name}", False
-    largest = max(stages, key=lambda stage: stage.difference)
+    if rerun.equal:
+        return "equal to the bit", True
+    largest = max(compared(packed, seen, rerun), key=lambda stage: stage.difference)
     name = largest.name
     if largest.difference == 0:  # of bits that no norm shows
         name = first_difference(rerun.recorded.weights, rerun.again.weights) or name
@@ -152,10 +240,17 @@ def verdict(packed: Observation, seen: Observation, rerun: IterationRerun) -> tu
     )
 
 
+def first_fault(packed: Observation, seen: Observation, rerun: IterationRerun) -> Stage | None:
+    """Return the first stage that differs by more than rounding; None if there is none."""
+    if rerun.diverged_at == rerun.kept.version:
+        return Stage("the weights before the update", math.inf, False)
+    return next((one for one in compared(packed, seen, rerun) if not one.near), None)
+
+
 def compared(packed: Observation, seen: Observation, rerun: IterationRerun) -> Iterator[Stage]:
     """Yield all stages in the order in which they arise."""
     for name in {**packed.columns, **seen.columns}:
-        yield _column(f"column {name}", packed.columns.get(name), seen.columns.get(name))
+        yield compared_column(name, packed.columns.get(name), seen.columns.get(name))
     steps = max(len(packed.gradients), len(seen.gradients))
     noise: dict[str, bool] = {}
     for step in range(steps):
@@ -186,13 +281,18 @@ def _number(name: str, was: float | None, now: float | None, scale: float) -> St
     return Stage(name, difference, difference <= CLOSE)
 
 
-def _column(name: str, was: Tensor | None, now: Tensor | None) -> Stage:
+def compared_column(name: str, was: Tensor | None, now: Tensor | None) -> Stage:
     """Compare the columns (T,) of two batches by their largest difference."""
+    name = f"column {name}"
     if was is None or now is None or was.shape != now.shape:
         return Stage(name, math.inf, False)
+    if not was.numel():
+        return Stage(name, 0.0, True)
     apart = torch.where((was == now) | (was.isnan() & now.isnan()), 0.0, (was - now).abs())
-    gap = float(apart.max()) if apart.numel() else 0.0
-    largest = float(was.abs().max()) if was.numel() else 0.0
+    apart = apart.nan_to_num(nan=math.inf, posinf=math.inf)  # of NaN there is no largest
+    token = int(apart.argmax())
+    gap = float(apart[token])
+    largest = float(was.abs().max())
     difference = gap / largest if gap and largest else gap
     near = gap <= NEAR_ZERO or difference <= CLOSE
-    return Stage(name, difference, near)
+    return Stage(name, difference, near, token)

@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -77,18 +76,14 @@ def _write_parts(
     from lightning_rl.cli.pack.archive import FORMAT
     from lightning_rl.cli.pack.configuration import PackedConfiguration, write_code
     from lightning_rl.cli.pack.rollouts import packed, secrets_in
+    from lightning_rl.cli.pack.symptoms import median_norm
     from lightning_rl.cli.pack.trees import write_tree
     from lightning_rl.cli.rerun.run import config_in
     from lightning_rl.config.yaml_text import dump_yaml
     from lightning_rl.data.rollouts.log import RerunLog
 
     iteration, before = options.iteration, options.iteration - 1
-    outcomes = run.log.outcomes()
-    if iteration not in outcomes:
-        raise DataError(
-            f"{run.path} did not record the results of iteration {iteration} (recorded: "
-            f"{', '.join(map(str, sorted(outcomes))) or 'none'}); choose one of these"
-        )
+    outcomes = run.outcomes_with(iteration)
     ranks = outcomes[iteration].ranks
     if ranks > 1:
         raise DataError(
@@ -120,6 +115,7 @@ def _write_parts(
         "texts": options.texts,
         "code": code,
         "bases": made.bases,
+        "median_grad_norm": median_norm(outcomes.values()),
         "left_out": made.left_out,
     }
     return about, made.sources
@@ -193,18 +189,12 @@ def _try(
     say: Callable[..., None],
 ) -> bool:
     """Make the update from the pack, and add what was observed; True if it is as recorded."""
-    from lightning_rl.cli.pack.observation import Observer
-    from lightning_rl.cli.pack.trees import write_tree
-    from lightning_rl.cli.pack.unpacking import make_run
-    from lightning_rl.cli.rerun.compare import rerun_iteration
+    from lightning_rl.cli.pack.observation import made_again, write_observed
+    from lightning_rl.cli.pack.run_directory import make_run
     from lightning_rl.cli.rerun.run import RecordedRun
-    from lightning_rl.run.files import strict_json
 
     make_run(about, parts, run, models)
-    observer = Observer()
-    rerun = rerun_iteration(RecordedRun(run, trust), about["iteration"], observers=[observer])
-    write_tree(asdict(observer.seen), parts / "expected")
-    about["environment"] = rerun.environment
-    (parts / "pack.json").write_text(strict_json.dumps(about, indent=1), encoding="utf-8")
-    say("made again from the pack:", *rerun.lines())
-    return rerun.equal
+    update = made_again(RecordedRun(run, trust), about["iteration"])
+    write_observed(about, parts, update.seen, update.rerun.environment)
+    say("made again from the pack:", *update.rerun.lines())
+    return update.rerun.equal

@@ -12,7 +12,6 @@ from lightning_rl.callbacks.rerun_recorder import environment_of
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.data.rollouts.log import Outcome, first_difference
-from lightning_rl.errors import DataError
 
 SHOWN = ("policy/loss", "policy/grad_norm", "policy/entropy", "value/loss")
 
@@ -94,13 +93,7 @@ def rerun_iteration(
         ConfigError: if the run's configuration does not work here.
         DataError: if the run kept too little.
     """
-    recorded = run.log.outcomes()
-    if iteration not in recorded:
-        last = max(recorded, default=0)
-        held = f"iterations up to {last}" if last > 0 else "none"
-        raise DataError(
-            f"{run.path} did not record the results of iteration {iteration} (recorded: {held})"
-        )
+    recorded = run.outcomes_with(iteration)
     with remade(run, iteration, iteration - 1, since, observers) as made:
         checkpoint = next((k for k in run.kept if k.version == iteration), None)
         if not made.trainer.is_global_zero:  # which gathers what is sharded

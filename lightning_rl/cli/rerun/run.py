@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from lightning_rl.config.layers import config_files
 from lightning_rl.data.rollouts.files import recorded_files
-from lightning_rl.data.rollouts.log import FILE, RerunLog
+from lightning_rl.data.rollouts.log import FILE, Outcome, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.files.checkpoint_io import about, require_good
@@ -122,6 +122,20 @@ class RecordedRun:
             if version > 0:  # else it holds what the run began with
                 found[version] = KeptWeights(version, file)
         return [found[version] for version in sorted(found)]
+
+    def outcomes_with(self, iteration: int) -> dict[int, Outcome]:
+        """Return all recorded outcomes by version.
+
+        Raises:
+            DataError: if that of ``iteration`` is not among them.
+        """
+        outcomes = self.log.outcomes()
+        if iteration not in outcomes:
+            raise DataError(
+                f"{self.path} did not record the results of iteration {iteration} (recorded: "
+                f"{', '.join(map(str, sorted(outcomes))) or 'none'}); choose one of these"
+            )
+        return outcomes
 
     def nearest(self, version: int, latest: int, since: int | None = None) -> KeptWeights:
         """Return kept weights, of at most version ``latest``, from which the version can be

@@ -15,7 +15,7 @@ import torch
 from lightning_rl.cli import main
 from lightning_rl.cli.pack.archive import extract_archive, write_archive
 from lightning_rl.cli.pack.configuration import anonymous, write_code
-from lightning_rl.cli.pack.observation import Observation, verdict
+from lightning_rl.cli.pack.observation import BatchRow, Observation, verdict
 from lightning_rl.cli.pack.rollouts import packed
 from lightning_rl.cli.pack.trees import read_tree, write_tree
 from lightning_rl.cli.rerun.compare import IterationRerun
@@ -23,7 +23,10 @@ from lightning_rl.cli.rerun.run import KeptWeights
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import CheckpointError, DataError
 
-ABOUT = '{"format": 1, "iteration": 1, "processes": 1, "environment": {}, "bases": {}}'
+ABOUT = (
+    '{"format": 1, "iteration": 1, "processes": 1, "environment": {}, "bases": {}, '
+    '"median_grad_norm": null, "left_out": []}'
+)
 GOOD = {
     "pack.json": ABOUT,
     "config.yaml": "model: {}\n",
@@ -249,6 +252,10 @@ def seen(column: float = 1.0, gradient: float = 3.0, noise: float = 0.0, change:
     return Observation({"advantages": torch.tensor([0.5, column])}, gradients, changes)
 
 
+AT_TOKEN_1 = "different: column advantages, rollout 3/0, token 1"
+ROWS = {"": [BatchRow("3/0", prompt_length=0, length=2)]}
+
+
 @pytest.mark.parametrize(
     ("now", "made", "says", "same"),
     [
@@ -273,7 +280,12 @@ def seen(column: float = 1.0, gradient: float = 3.0, noise: float = 0.0, change:
             "optimizer step 1)",
             True,
         ),
-        (seen(column=1.1, gradient=4.0), rerun("b", 9.0), "different: column advantages", False),
+        (
+            seen(column=1.1, gradient=4.0),
+            rerun("b", 9.0),
+            AT_TOKEN_1,
+            False,
+        ),
         (
             seen(gradient=3.01),
             rerun("b", 2.0),
@@ -282,12 +294,17 @@ def seen(column: float = 1.0, gradient: float = 3.0, noise: float = 0.0, change:
         ),
         (seen(change=0.2), rerun("b", 2.0), "different: change of w", False),
         (seen(), rerun("b", 2.1), "different: metric policy/loss", False),
-        (seen(column=math.nan), rerun("b", 2.0), "different: column advantages", False),
+        (
+            seen(column=math.nan),
+            rerun("b", 2.0),
+            AT_TOKEN_1,
+            False,
+        ),
         (seen(), rerun("b", 2.0, before="c"), "different: the weights before the update", False),
     ],
 )
 def test_rounding_is_told_from_a_fault(now, made, says, same):
-    assert verdict(seen(), now, made) == (says, same)
+    assert verdict(seen(), now, made, ROWS) == (says, same)
 
 
 @pytest.mark.parametrize(
