@@ -141,14 +141,6 @@ def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 raise DataError(f"{path}:{number}: not a JSON object: {_beginning(line)}")
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def parsed(where: str, line: bytes) -> Record:
     """Return the object of a line.
 
@@ -195,7 +187,7 @@ def _one_line(text: str) -> str:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 
