@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-all all-units all-engines mlflow conformance test-range test-touched test-rounding real-models lint docs verifiers environments browser launch-tools wheel release doctor bench-floor gpu-check gpu-figures lock
+.PHONY: help setup quickstart test test-all all-units all-engines mlflow conformance test-range test-touched test-rounding real-models lint docs verifiers openenv environments browser launch-tools wheel release doctor bench-floor gpu-check gpu-figures lock
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
@@ -86,7 +86,10 @@ docs: setup  ## build the documentation into site/, warnings are errors
 verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
 	@install/verifiers.sh
 
-environments: verifiers  ## that one, and those for notebooks, builds, MLflow and agents, which some tests need
+openenv: setup  ## an environment for OpenEnv's environments, in build/openenv
+	@install/openenv.sh
+
+environments: verifiers openenv  ## these two, and those for notebooks, builds, MLflow and agents, which some tests need
 	@install/agents_sdk.sh
 	@install/notebook.sh
 	@install/packaging.sh

@@ -16,7 +16,14 @@ FLOORS = {
     "sync, collect, learn": ("sync", "collect", "learn"),
     "Lightning's faces": ("module", "datamodule"),
     "around them": ("callbacks", "extend", "cli", "__main__"),
-    "wings, and rooms that may be left out": ("serving", "envs", "games", "convert", "verifiers"),
+    "wings, and rooms that may be left out": (
+        "serving",
+        "envs",
+        "games",
+        "convert",
+        "verifiers",
+        "openenv",
+    ),
 }
 """The floor plan, from the ground up: folders and files of ``lightning_rl/``."""
 

@@ -28,7 +28,7 @@ PARTS = {
     "check": ("cli.check", "cli.compare", "cli.rehearse"),
     "rerun": ("cli.rerun", "cli.audit", "cli.pack"),
     "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
-    "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers"),
+    "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers", "openenv"),
 }
 """What is in which part, by folders and files of ``lightning_rl/``; all else is the spine.
 

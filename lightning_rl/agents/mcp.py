@@ -2,7 +2,8 @@
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, TextIO, cast
@@ -18,8 +19,24 @@ _TAIL = 300
 """Characters of a server's errors that are quoted if it does not start."""
 
 
+class ToolServer(ABC):
+    """A server with tools of its own, which check their arguments themselves."""
+
+    @abstractmethod
+    def tools(self) -> list[ServedTool]:
+        """Connect, and return the tools."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Disconnect; the next call connects again."""
+
+    @abstractmethod
+    async def __call__(self, name: str, /, **arguments: Any) -> Any:
+        """Call a tool, and return its result; an error that it raises is told to the model."""
+
+
 @configurable
-class MCPTools:
+class MCPTools(ToolServer):
     """The tools of an MCP server, which ``ToolAgent`` offers to the model.
 
     The server is started, or connected to, when a run first needs its tools, and again after it was
@@ -81,7 +98,10 @@ class MCPTools:
         if missing := [name for name in self.names or () if name not in known]:
             raise ConfigError(f"{self!r} has no tool {missing[0]!r}; it has {', '.join(known)}")
         return [
-            (_schema(known[name]), partial(self.__call__, name))
+            (
+                schema_of(name, known[name].description, known[name].input_schema),
+                partial(self.__call__, name),
+            )
             for name in (known if self.names is None else self.names)
         ]
 
@@ -221,10 +241,10 @@ async def _client(server: MCPTools, log: TextIO, stack: AsyncExitStack) -> Any:
     return Client(stdio_client(started, log))
 
 
-def _schema(tool: Any) -> dict[str, Any]:
-    """Return a tool as the chat templates show it."""
-    parameters = {"type": "object", "properties": {}} | dict(tool.input_schema)
-    schema = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+def schema_of(name: str, description: str | None, accepts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as the chat templates show it; ``accepts`` is its arguments' JSON schema."""
+    parameters = {"type": "object", "properties": {}} | dict(accepts)
+    schema = {"name": name, "description": description or "", "parameters": parameters}
     return {"type": "function", "function": schema}
 
 

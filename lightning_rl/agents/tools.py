@@ -25,7 +25,7 @@ from lightning_rl.agents.base import (
     room,
     within,
 )
-from lightning_rl.agents.mcp import MCPTools
+from lightning_rl.agents.mcp import ToolServer
 from lightning_rl.agents.templates import (
     HermesParser,
     ParsedCall,
@@ -180,11 +180,21 @@ class ToolAgent(Agent):
                 return "length"  # whatever the tools answer
             shown = await self.toolbox.answer(calls, self.max_calls_per_turn, tool_names(offered))
             results, pictures = pictures_of(shown, self.toolbox.picture_limits)
+            if self.ends_after_calls():
+                messages += results
+                return "stop"
             suffix, placed = template.seen_suffix(turn, results, pictures, calls)
             if len(suffix) >= left:
                 return "length"
             append_given(rollout, suffix, placed)
             messages += results
+
+    def ends_after_calls(self) -> bool:
+        """Return True if the rollout ends after the calls of a turn, as some environments say.
+
+        The results then have no reader; here it never does.
+        """
+        return False
 
     async def _write(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> str:
         """Let the model finish its turn, and return what ended it."""
@@ -332,10 +342,10 @@ class Toolbox:
         self.call_timeout = call_timeout
         self._schemas: list[dict[str, Any]] = []
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._servers = [tool for tool in tools if isinstance(tool, MCPTools)]
+        self._servers = [tool for tool in tools if isinstance(tool, ToolServer)]
         self._unknown = [*self._servers]  # those whose tools are not known yet
         for function in tools:
-            if not isinstance(function, MCPTools):
+            if not isinstance(function, ToolServer):
                 schema = tool_schema(function)
                 try:
                     self._add(schema, pydantic.validate_call(function))

@@ -17,6 +17,9 @@ CLASSES = "lightning_rl.classes"
 
 OPTIONAL_COMMANDS = {"convert": "lightning_rl.convert"}
 OPTIONAL_CLASSES = {
+    "OpenEnvAgent": "lightning_rl.openenv",
+    "OpenEnvPrompts": "lightning_rl.openenv",
+    "OpenEnvServer": "lightning_rl.openenv",
     "VerifiersAgent": "lightning_rl.verifiers",
     "VerifiersPrompts": "lightning_rl.verifiers",
 }

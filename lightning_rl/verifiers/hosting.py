@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rl.errors import ConfigError
-from lightning_rl.serving.variables import NO_PROXY, passed_on, require_set
-
-_KEPT = ("SSL_CERT_FILE", "HF_HOME", "HF_HUB_OFFLINE", "NLTK_DATA", "XDG_CACHE_HOME")
-"""Variables that a worker gets in addition to any program's: paths, and no keys."""
+from lightning_rl.serving.variables import hosted_variables, interpreter, require_set
 
 
 @dataclass(frozen=True)
@@ -38,13 +35,8 @@ class Hosting:
 
     @property
     def program(self) -> str:
-        """The path of the interpreter, which for a virtual environment's directory is its Python.
-
-        Links are not followed: Python finds its environment by the path it was started with.
-        """
-        path = Path(self.python).expanduser()
-        named = path.name.startswith("python") and not path.is_dir()
-        return str((path if named else path / "bin" / "python").absolute())
+        """The path of the interpreter."""
+        return interpreter(self.python)
 
     def check(self) -> None:
         """Refuse a hosting that cannot be started.
@@ -69,7 +61,7 @@ class Hosting:
 
     def variables(self) -> dict[str, str]:
         """Return all environment variables of a worker."""
-        return passed_on([*_KEPT, *self.pass_env]) | NO_PROXY | dict(self.env)
+        return hosted_variables(self.env, self.pass_env)
 
     def configuration(self) -> dict[str, Any]:
         """Return the environment's configuration, in verifiers' format."""

@@ -22,6 +22,7 @@ LEAVING = {
         "tests/support/hostile/conversion_scripts.py",
     ],
     "verifiers": ["recipes/hangman", "install/verifiers.sh", "install/verifiers.txt"],
+    "openenv": ["recipes/openenv_guess", "install/openenv.sh", "install/openenv.txt"],
 }
 """Optional rooms, and what leaves with each besides the folders of its name."""
 
@@ -116,7 +117,9 @@ def rest(tmp_path_factory):
     ):
         lines = setup[section][key].splitlines()
         setup[section][key] = "\n".join(
-            line for line in lines if not re.search(r"lightning_rl\.(convert|verifiers)\b", line)
+            line
+            for line in lines
+            if not re.search(r"lightning_rl\.(convert|verifiers|openenv)\b", line)
         )
     for room in LEAVING:
         setup["options.package_data"].pop(f"lightning_rl.{room}", None)
@@ -129,7 +132,7 @@ def rest(tmp_path_factory):
 def test_without_the_optional_parts_nothing_names_their_modules(rest):
     code = [path for path in rest.rglob("*.py") if not path.is_relative_to(rest / "build")]
     assert len(code) > 500
-    imports = re.compile(r"^\s*(from|import) [\w.]*\b(convert|verifiers)\b", re.MULTILINE)
+    imports = re.compile(r"^\s*(from|import) [\w.]*\b(convert|verifiers|openenv)\b", re.MULTILINE)
     assert [str(path) for path in code if imports.search(path.read_text())] == []
 
 

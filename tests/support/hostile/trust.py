@@ -185,6 +185,8 @@ CALLS: list[Call] = [
     agent("a tool of Python", NOT_TRUSTED, kind="ToolAgent", tools=["os.system"]),
     agent("a package of environments", "is not known", kind="VerifiersAgent",
           environment="evil", python="nested"),
+    agent("a server of an environment", "is not known", kind="OpenEnvAgent",
+          server={"environment": "evil:Evil", "python": "nested"}),
     # --------------------------------------------------------------------- environments
     refused("a module before a colon", "names a module", **_environment(name="evil:Evil-v0")),
     refused("a module before two colons", "names a module", **_environment(name="evil::Evil-v0")),

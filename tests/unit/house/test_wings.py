@@ -6,7 +6,7 @@ from benchmarks.house.modules import ROOT, Arrow, arrows, modules_of
 
 WINGS = {"serving": (), "envs": (), "games": ("serving", "envs")}
 """Each wing, and the wings that it may import. All may import the spine, which imports none."""
-OPTIONAL = {"convert": (), "verifiers": ("serving",)}
+OPTIONAL = {"convert": (), "verifiers": ("serving",), "openenv": ("serving",)}
 """Rooms that could leave for a package of their own, with the wings that they may import.
 
 Nobody imports them.
@@ -121,6 +121,8 @@ def test_all_of_them_are_there(name):
         (not_allowed, "envs.base", "serving.session", False),
         (not_allowed, "games.protocols.agent", "serving.session", True),
         (not_allowed, "verifiers.agent", "serving.session", True),
+        (not_allowed, "openenv.server", "serving.variables", True),
+        (not_allowed, "openenv.agent", "verifiers.hosting", False),
         (not_allowed, "convert.main", "serving.session", False),
         (not_allowed, "games.staged.command", "cli.process", True),
         (not_allowed, "cli", "convert.main", False),
