@@ -2,37 +2,17 @@
 
 import asyncio
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any, TextIO, cast
 
+from lightning_rl.agents.tool_server import ServedTool, ToolServer
 from lightning_rl.config.arguments import configurable
 from lightning_rl.errors import ConfigError, EpisodeError
 from lightning_rl.run.loop.background import innermost, run_async
 
-ServedTool = tuple[dict[str, Any], Callable[..., Awaitable[Any]]]
-"""An OpenAI-style JSON schema, and what calls the tool."""
-
 _TAIL = 300
 """Characters of a server's errors that are quoted if it does not start."""
-
-
-class ToolServer(ABC):
-    """A server with tools of its own, which check their arguments themselves."""
-
-    @abstractmethod
-    def tools(self) -> list[ServedTool]:
-        """Connect, and return the tools."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Disconnect; the next call connects again."""
-
-    @abstractmethod
-    async def __call__(self, name: str, /, **arguments: Any) -> Any:
-        """Call a tool, and return its result; an error that it raises is told to the model."""
 
 
 @configurable
@@ -98,10 +78,7 @@ class MCPTools(ToolServer):
         if missing := [name for name in self.names or () if name not in known]:
             raise ConfigError(f"{self!r} has no tool {missing[0]!r}; it has {', '.join(known)}")
         return [
-            (
-                schema_of(name, known[name].description, known[name].input_schema),
-                partial(self.__call__, name),
-            )
+            self.served(name, known[name].description, known[name].input_schema)
             for name in (known if self.names is None else self.names)
         ]
 
@@ -239,13 +216,6 @@ async def _client(server: MCPTools, log: TextIO, stack: AsyncExitStack) -> Any:
     program, *arguments = server.command
     started = StdioServerParameters(command=program, args=arguments, env=server.environment)
     return Client(stdio_client(started, log))
-
-
-def schema_of(name: str, description: str | None, accepts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as the chat templates show it; ``accepts`` is its arguments' JSON schema."""
-    parameters = {"type": "object", "properties": {}} | dict(accepts)
-    schema = {"name": name, "description": description or "", "parameters": parameters}
-    return {"type": "function", "function": schema}
 
 
 def _shown(part: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from lightning_rl.agents.base import (
     room,
     within,
 )
-from lightning_rl.agents.mcp import ToolServer
 from lightning_rl.agents.templates import (
     HermesParser,
     ParsedCall,
@@ -35,6 +34,7 @@ from lightning_rl.agents.templates import (
 )
 from lightning_rl.agents.tool_call_parsing import CallReader
 from lightning_rl.agents.tool_results import as_content
+from lightning_rl.agents.tool_server import ToolServer
 from lightning_rl.config.arguments import configurable
 from lightning_rl.data.chats import tool_names
 from lightning_rl.data.end_tokens import end_tokens_of

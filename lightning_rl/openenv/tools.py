@@ -1,11 +1,9 @@
 """Play an environment by its MCP tools: each call is a step of the rollout's episode."""
 
 import math
-from functools import partial
 from typing import Any
 
-from lightning_rl.agents.mcp import ServedTool, ToolServer, schema_of
-from lightning_rl.agents.tools import ToolAgent
+from lightning_rl.agents.tools import ToolAgent, ToolServer
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EpisodeError
@@ -23,14 +21,8 @@ class EpisodeTools(ToolServer):
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self._tools = tools
 
-    def tools(self) -> list[ServedTool]:
-        return [
-            (
-                schema_of(tool["name"], tool["description"], tool["input_schema"]),
-                partial(self.__call__, tool["name"]),
-            )
-            for tool in self._tools
-        ]
+    def tools(self) -> list[Any]:
+        return [self.served(t["name"], t["description"], t["input_schema"]) for t in self._tools]
 
     def close(self) -> None:
         """Do nothing: sessions are closed with their rollouts."""

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.agents.templates import ParsedCall, ToolParser, TurnTemplate
-from lightning_rl.agents.tool_call_parsing import CallReader
-from lightning_rl.agents.tools import call_message
+from lightning_rl.agents.tools import CallReader, call_message
 from lightning_rl.engines.sampling import Completion, StructuredOutputs
 from lightning_rl.rollout import Message, Picture, Placed
 from lightning_rl.run.files.strict_json import loads
