@@ -13,7 +13,6 @@ seeds, and both of each seed. ``--save`` also keeps it in benchmarks/results.
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 from benchmarks.small_model.figures import row
 from benchmarks.small_model.runs import DATA, configs, run
 from benchmarks.support.results import parser_of, report
-from lightning_rl.rollout import Rollout
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import fetch
 
@@ -62,7 +60,6 @@ def measured(way: str, seed: int, iterations: int) -> dict[str, Numbers]:
             *configs(WAYS[way][1]),
             ("--seed_everything", seed),
             ("--data.iterations_per_epoch", iterations),
-            ("--data.evaluation.metrics", json.dumps(["benchmarks.brief.tokens"])),
             ("--trainer.logger.save_dir", OUT),
             ("--trainer.logger.name", name),
             *([("--ckpt_path", "last")] if directory.exists() else []),  # it was stopped
@@ -73,13 +70,8 @@ def measured(way: str, seed: int, iterations: int) -> dict[str, Numbers]:
     return {"before": _numbers(rows[0]), "after": _numbers(rows[-1])}
 
 
-def tokens(rollouts: Sequence[Rollout]) -> Numbers:
-    """Return the mean number of tokens of an answer, as a metric of evaluations."""
-    return {"tokens": fmean(rollout.length for rollout in rollouts)}
-
-
 def _numbers(metrics: dict[str, float]) -> Numbers:
-    return {"accuracy": metrics["eval/accuracy"], "tokens": metrics["eval/tokens"]}
+    return {"accuracy": metrics["eval/accuracy"], "tokens": metrics["eval/tokens_mean"]}
 
 
 def table(result: dict[str, Any]) -> list[str]:
