@@ -70,6 +70,9 @@ class RankingJudge(Judge):
         ConfigError: for values out of range, or a question that does not show what it must.
     """
 
+    compares = True
+    """A completion alone gets the same, whatever it says."""
+
     def __init__(
         self,
         judge: JudgeModel,

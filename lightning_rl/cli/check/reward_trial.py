@@ -80,9 +80,8 @@ class RewardVerdict:
 def try_rewards(data: RLDataModule, tokenizer: PreTrainedTokenizerBase) -> Iterator[RewardVerdict]:
     """Try the rewards of all prompt sets, one after the other."""
     for task in data.train_tasks:
-        if unknown := _of_environments(task.rewards.functions):
-            line = f"rewards{_named(task)}, not tried: an environment pays {unknown}"
-            yield RewardVerdict([line], [], [])
+        if reason := _untried(task.rewards.functions):
+            yield RewardVerdict([f"rewards{_named(task)}, not tried: {reason}"], [], [])
         else:
             yield RewardTrial(task, tokenizer).run(data.groups_per_iteration * task.group_size)
 
@@ -304,10 +303,14 @@ def _named(task: Task) -> str:
     return f" of {task.name}" if task.name else ""
 
 
-def _of_environments(functions: Mapping[str, RewardFunction]) -> str:
-    """Return the names of the functions that need what an environment paid; empty if none does."""
-    names = (n for n, f in functions.items() if "environment_rewards" in signature(f).parameters)
-    return ", ".join(names)
+def _untried(functions: Mapping[str, RewardFunction]) -> str:
+    """Return why rewards cannot be tried on texts alone; empty if they can."""
+    paid = [n for n, f in functions.items() if "environment_rewards" in signature(f).parameters]
+    if paid:
+        return f"an environment pays {', '.join(paid)}"
+    if all(getattr(function, "compares", False) for function in functions.values()):
+        return f"{', '.join(functions)} compares the completions of a group"
+    return ""
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:

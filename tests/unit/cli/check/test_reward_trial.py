@@ -10,6 +10,8 @@ from lightning_rl.agents.base import SingleTurn
 from lightning_rl.cli.check.reward_trial import RIGHT_FORMS, ROWS, RewardTrial, try_rewards
 from lightning_rl.collect.tasks import Task
 from lightning_rl.rewards.base import Rewards
+from lightning_rl.rewards.judge_models import OpenAIJudge
+from lightning_rl.rewards.ranking import RankingJudge
 from lightning_rl.rollout import as_text
 from recipes.sort_digits.prepare import make_tokenizer
 
@@ -166,12 +168,22 @@ def test_a_right_answer_is_graded_as_far_as_an_engine_would_write_it(sampling):
     assert f"sampling.max_tokens={value if name == 'max_tokens' else 8} ends it early" in fault
 
 
-def test_what_an_environment_pays_is_not_tried():
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (lambda environment_rewards: environment_rewards, "an environment pays"),
+        (
+            RankingJudge(OpenAIJudge("http://127.0.0.1:9/v1", "judge")),
+            "ranking compares the completions of a group",
+        ),
+    ],
+)
+def test_what_texts_alone_cannot_show_is_not_tried(reward, reason):
     class Data:
         groups_per_iteration = 2
-        train_tasks = (trial(lambda environment_rewards: environment_rewards)._task,)
+        train_tasks = (trial(reward)._task,)
 
     [verdict] = try_rewards(Data(), make_tokenizer())
     assert not verdict.faults
     [line] = verdict.printed()
-    assert "not tried: an environment pays" in line
+    assert f"not tried: {reason}" in line
