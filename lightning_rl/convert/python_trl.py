@@ -14,6 +14,7 @@ _COMPARED = ("model", "ref_model", *_OF_ROWS[1:])
 _OF_ANSWERS = ("model", "teacher_model", *_OF_ROWS[1:])
 _TRAINERS = {
     "GRPOTrainer": ("model", "reward_funcs", "args", "train_dataset", "eval_dataset"),
+    "AsyncGRPOTrainer": ("model", "reward_funcs", "args", "train_dataset"),
     "DistillationTrainer": ("model", "teacher_model", "args", "train_dataset", "eval_dataset"),
     "ServerDistillationTrainer": ("model", "args", "train_dataset", "eval_dataset"),
     "GKDTrainer": _OF_ANSWERS,

@@ -13,7 +13,8 @@ from lightning_rl.errors import ConfigError
 
 _NAMED = re.compile(
     r"online_?dpo|iterative_?sft|nash_?md|a2po|orpo|cpo|tpo|xpo|bco|prm|rloo|(?<![a-z])ppo"
-    r"|server_?distillation|distillation|gkd|gold|grpo|sft|dpo|kto|reward"
+    r"|sdft|sdpo|iw_?opd|gmpo|async_?distillation|server_?distillation|distillation|gkd|gold"
+    r"|async_?grpo|grpo|sft|dpo|kto|reward"
 )
 _NEMO_RL = {"grpo", "policy", "data", "cluster"}
 """Sections of a NeMo-RL configuration."""

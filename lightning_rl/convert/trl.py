@@ -4,7 +4,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_rl.convert import distillation_trl as distillation, learning_trl as learning
+from lightning_rl.convert import (
+    async_trl as asynchronous,
+    distillation_trl as distillation,
+    learning_trl as learning,
+)
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import (
     Conversion,
@@ -29,6 +33,9 @@ from lightning_rl.convert.trainers_trl import SUPERVISED, require_known, trainer
 from lightning_rl.errors import ConfigError
 from lightning_rl.rollout import SAMPLED_BY
 
+_DEFAULTS = {**distillation.DEFAULTS, asynchronous.NAME: asynchronous.DEFAULTS}
+"""Where a trainer's configuration has other defaults than a GRPOConfig, by the trainer's name."""
+
 
 def convert_trl(
     values: Mapping[str, Any],
@@ -38,7 +45,8 @@ def convert_trl(
 ) -> Conversion:
     """Convert a configuration of TRL, with what TRL's own scripts read in addition to it.
 
-    A GRPOConfig that names a teacher is read as a DistillationConfig, or one of its relatives.
+    A GRPOConfig that names a teacher is read as a DistillationConfig, or one of its relatives, and
+    one with options of an AsyncGRPOConfig as that.
 
     Args:
         values: values by name, as in its YAML or ``to_dict()``; defaults may be left out.
@@ -57,12 +65,14 @@ def convert_trl(
     trainer = trainer or trainer_of_options(values, "grpo")
     if trainer in SUPERVISED:
         return SUPERVISED[trainer].convert(values, devices, eval_prompts)
-    if trainer not in distillation.DEFAULTS:
+    if trainer not in _DEFAULTS:
         raise ConfigError(
             f"{trainer}: convert reads the configurations of TRL's trainers "
-            f"{', '.join([*distillation.DEFAULTS, *SUPERVISED])}"
+            f"{', '.join([*_DEFAULTS, *SUPERVISED])}"
         )
-    values = distillation.with_teacher(distillation.DEFAULTS[trainer] | values)
+    if trainer == "grpo" and asynchronous.TELLING & values.keys():
+        trainer = asynchronous.NAME
+    values = distillation.with_teacher(_DEFAULTS[trainer] | values)
     given = Given(values, TRL, defaults_of_bases())
     result = Conversion()
     result.put("trainer.max_epochs", 1)
@@ -82,7 +92,10 @@ def convert_trl(
         distillation.carry(given, result)
     else:
         put_rewards(given, result)
-        learning.carry(given, result, updates)
+        if trainer == asynchronous.NAME:
+            asynchronous.carry(given, result)
+        else:
+            learning.carry(given, result, updates)
     learning.put_optimizer(given, result, total)
     result.put("model.update.max_grad_norm", given["max_grad_norm"] or None)
     put_trainer(given, result, devices)
@@ -196,7 +209,7 @@ def _length(given: Given, result: Conversion, steps: int) -> int | None:
 
 
 def _callbacks(given: Given, result: Conversion, steps: int, heldout: str | None) -> None:
-    callbacks = [instance("WeightSync")]
+    callbacks = [asynchronous.weight_sync(given)]
     if strategy(given, "eval_strategy") != "no":
         every = given["eval_steps"] or given.look("logging_steps")
         callbacks.append(

@@ -41,6 +41,15 @@ log_unique_prompts log_completions_hub_repo use_transformers_continuous_batching
 transformers_continuous_batching_config use_transformers_paged vllm_importance_sampling_cap
 """
 """The fields of GRPOConfig in TRL 1.16."""
+ASYNC_GRPO_CONFIG = """
+model_init_kwargs dtype trust_remote_code router_aux_loss_coef learning_rate logging_steps
+lr_scheduler_type num_generations max_completion_length temperature top_p top_k min_p
+repetition_penalty chat_template_kwargs max_tool_calling_iterations fork_threshold_tokens
+vllm_server_base_url vllm_server_timeout request_timeout weight_sync_timeout epsilon epsilon_high
+token_budget max_inflight_tasks max_staleness queue_maxsize weight_sync_steps
+heartbeat_stale_after_s ignore_data_skip log_completions num_completions_to_print
+"""
+"""The fields of AsyncGRPOConfig in TRL 1.16."""
 PLACES = {"model": PolicyModule, "data": RLDataModule, "trainer": Trainer}
 
 
@@ -77,8 +86,9 @@ def test_each_counterpart_exists(row):
         ), code
 
 
-def test_every_field_of_grpo_config_has_a_row():
-    assert [name for name in GRPO_CONFIG.split() if name not in TRL] == []
+def test_every_field_of_both_grpo_configs_has_a_row():
+    names = [*GRPO_CONFIG.split(), *ASYNC_GRPO_CONFIG.split()]
+    assert [name for name in names if name not in TRL] == []
 
 
 @pytest.mark.parametrize("name", counterpart_tables.LIBRARIES)
