@@ -6,7 +6,11 @@ from lightning_rl.convert.python_trl import read_trl_script
 from lightning_rl.convert.trainers_trl import trainer_of
 from lightning_rl.convert.trl import convert_trl
 from lightning_rl.errors import ConfigError
-from tests.unit.convert.test_convert_distillation import parts
+
+
+def parts(result):
+    """Return the arguments of model and data."""
+    return result.config["model"]["init_args"], result.config["data"]["init_args"]
 
 
 def test_a_script_that_starts_the_asynchronous_trainer():
