@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.cli import main
-from lightning_rl.cli.rerun.change import Change
+from lightning_rl.cli.rerun.change import RerunChange
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.cli.rerun.what_if import what_if
 from lightning_rl.errors import ConfigError, DataError
@@ -38,7 +38,7 @@ LR = "model.init_args.optimizer.init_args.lr"
 
 
 def test_without_a_group_only_what_follows_is_other(run):
-    found = what_if(run, Change(("4/1",)), to=4, since=2, evaluate=True)
+    found = what_if(run, RerunChange(("4/1",)), to=4, since=2, evaluate=True)
     assert (found.first, found.left_out, found.not_reproduced) == (4, {4: 4}, None)
     plain, changed = found.plain.outcomes, found.changed.outcomes
     assert plain[3] == changed[3]
@@ -59,28 +59,28 @@ def test_without_a_group_only_what_follows_is_other(run):
 
 
 def test_the_nearest_weights_before_what_is_left_out_are_the_start(run):
-    found = what_if(run, Change(("4/1/36/0", "3/2")), to=4)
+    found = what_if(run, RerunChange(("4/1/36/0", "3/2")), to=4)
     assert (found.plain.kept.version, found.first) == (2, 3)
     assert found.left_out[3] == 4
 
 
 def test_an_iteration_that_is_left_out_changes_nothing(run):
-    found = what_if(run, Change(("3",)), to=3)
+    found = what_if(run, RerunChange(("3",)), to=3)
     before = found.changed.outcomes[2].weights
     assert found.changed.outcomes[3].weights == before != found.plain.outcomes[3].weights
     assert "  no update: nothing is left to train on" in found.lines()
 
 
 def test_a_learning_rate_of_zero_after_a_checkpoint_changes_nothing(run):
-    found = what_if(run, Change(settings=(f"{LR}=0.0",)), to=4, since=2)
+    found = what_if(run, RerunChange(settings=(f"{LR}=0.0",)), to=4, since=2)
     weights = [found.changed.outcomes[version].weights for version in (2, 3, 4)]
     assert weights[0] == weights[1] == weights[2] != found.plain.outcomes[4].weights
 
 
 def test_rewards_by_the_same_weights_are_the_same(run):
-    found = what_if(run, Change(settings=("data.reward_weights=[1.0]",)), to=3, since=2)
+    found = what_if(run, RerunChange(settings=("data.reward_weights=[1.0]",)), to=3, since=2)
     assert found.changed.outcomes == found.plain.outcomes
-    zero = what_if(run, Change(settings=("data.reward_weights=[0.0]",)), to=3, since=2)
+    zero = what_if(run, RerunChange(settings=("data.reward_weights=[0.0]",)), to=3, since=2)
     assert zero.changed.outcomes[3].weights != zero.plain.outcomes[3].weights
 
 
@@ -93,10 +93,10 @@ def test_a_filter_leaves_groups_out(run):
     assert bound < min(above)
     narrow = tuple(group for group, own in spread.items() if own <= bound)
     filters = f"[{{class_path: RewardSpread, init_args: {{min_spread: {bound!r}}}}}]"
-    by_filter = Change(settings=(f"data.selection.filters={filters}",))
+    by_filter = RerunChange(settings=(f"data.selection.filters={filters}",))
     outcomes = [
         what_if(run, change, to=3, since=2).changed.outcomes[3]
-        for change in (by_filter, Change(narrow))
+        for change in (by_filter, RerunChange(narrow))
     ]
     assert outcomes[0] == outcomes[1]
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_repeated_is_said_first(run, tmp_path):
     rollouts = copy.log.rollouts(3)
     rollouts[0].reward += 1e-3
     copy.log.write_rollouts(3, 0, rollouts)
-    found = what_if(copy, Change(("4/1",)), to=4, since=2)
+    found = what_if(copy, RerunChange(("4/1",)), to=4, since=2)
     lines = list(found.lines())
     assert lines[1].startswith("the record is NOT reproduced here: ")
     assert "so the change is compared with an unchanged rerun on this machine" in lines
@@ -135,18 +135,18 @@ def test_what_cannot_be_repeated_is_said_first(run, tmp_path):
 )
 def test_settings_of_more_than_the_update_are_refused(run, setting, words):
     with pytest.raises(ConfigError, match=words):
-        what_if(run, Change(settings=(setting,)), to=4, since=2)
+        what_if(run, RerunChange(settings=(setting,)), to=4, since=2)
 
 
 def test_what_is_not_there_is_said(run):
     with pytest.raises(ConfigError, match=r"requires --since C, .* \(kept: 0, 2, 4\)"):
-        what_if(run, Change(settings=(f"{LR}=1.0",)), to=4)
+        what_if(run, RerunChange(settings=(f"{LR}=1.0",)), to=4)
     with pytest.raises(ConfigError, match="3 to 4 were trained on no such rollout"):
-        what_if(run, Change(("3/7",)), to=4)
+        what_if(run, RerunChange(("3/7",)), to=4)
     with pytest.raises(DataError, match="the run kept versions 0, 2, 4"):
-        what_if(run, Change(("4/1",)), to=4, since=1)
+        what_if(run, RerunChange(("4/1",)), to=4, since=1)
     with pytest.raises(DataError, match="results of iteration 9"):
-        what_if(run, Change(("4/1",)), to=9)
+        what_if(run, RerunChange(("4/1",)), to=9)
 
 
 def test_options_of_a_change_go_together(capsys):

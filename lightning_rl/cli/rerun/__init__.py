@@ -153,10 +153,10 @@ def _what_if(run: "RecordedRun", options: argparse.Namespace) -> int:
     """Train iterations again with a change, print the result, and return the exit status."""
     from lightning.pytorch.utilities import rank_zero_only
 
-    from lightning_rl.cli.rerun.change import Change
+    from lightning_rl.cli.rerun.change import RerunChange
     from lightning_rl.cli.rerun.what_if import LEAST_SHARE, what_if
 
-    change = Change(tuple(options.without), tuple(options.settings))
+    change = RerunChange(tuple(options.without), tuple(options.settings))
     least = LEAST_SHARE if options.least_share is None else options.least_share
     found = what_if(run, change, options.to, options.since, options.evaluate, least)
     rank_zero_only(print)("\n".join(found.lines()))

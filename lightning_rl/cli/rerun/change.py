@@ -20,7 +20,7 @@ _WEIGHTS, _FILTERS = ["data", "reward_weights"], ["data", "selection", "filters"
 
 
 @dataclass(frozen=True)
-class Change:
+class RerunChange:
     """What a rerun does differently from the record; the default is nothing.
 
     Args:
@@ -116,7 +116,7 @@ class Change:
         return any(_parts(setting.partition("=")[0]) == wanted for setting in self.settings)
 
 
-UNCHANGED = Change()
+UNCHANGED = RerunChange()
 
 
 def _parts(key: str) -> list[str]:

@@ -17,7 +17,7 @@ from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
-from lightning_rl.cli.rerun.change import UNCHANGED, Change
+from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.rollouts.log import Outcome
@@ -49,7 +49,7 @@ _TRAINER = {
 class _Rebuilt(RLCLI):
     """Builds the objects of a run's configuration as of ``version``, and runs nothing."""
 
-    def __init__(self, run: RecordedRun, version: int, scratch: str, change: Change) -> None:
+    def __init__(self, run: RecordedRun, version: int, scratch: str, change: RerunChange) -> None:
         self._scratch = scratch
         self._require_supported = partial(change.require_supported, run, version)
         config = ["--config", str(run.config_of(version)[1]), "--ckpt_path=null"]
@@ -122,7 +122,7 @@ def remade(
     latest: int,
     since: int | None = None,
     observers: Sequence[Callback] = (),
-    change: Change = UNCHANGED,
+    change: RerunChange = UNCHANGED,
 ) -> Iterator[Remade]:
     """Rebuild a version of the weights: from the nearest kept ones, on the recorded rollouts.
 
@@ -239,7 +239,7 @@ class _RecordedBatches(LightningDataModule):
     """True if the change leaves out all rollouts of the last batch, so that it makes no update."""
 
     def __init__(
-        self, run: RecordedRun, first: int, count: int, made: Remade, change: Change
+        self, run: RecordedRun, first: int, count: int, made: Remade, change: RerunChange
     ) -> None:
         super().__init__()
         self.run, self.first, self.count = run, first, count

@@ -11,17 +11,20 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tensordict import TensorDict
+from torch import Tensor
 
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import environment_of
-from lightning_rl.cli.rerun.change import UNCHANGED, Change
+from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.rebuild import Remade, remade
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.base import CollectingDataModule
-from lightning_rl.collect.loader import LazyLoader
+from lightning_rl.collect.loader import LazyLoader, RolloutLoader, trainable
 from lightning_rl.data.batch import token_rows
+from lightning_rl.data.packing import packed_rows
 from lightning_rl.data.rollouts.log import Outcome
 from lightning_rl.errors import DataError
+from lightning_rl.rollout import Rollout
 from lightning_rl.run.hooks import callbacks_of
 from lightning_rl.run.processes.dist import gather
 
@@ -33,16 +36,21 @@ Scores = dict[str, dict[str, float]]
 class Retrained:
     """Iterations that were trained again from ``kept``, and their results by version.
 
-    ``shares`` has the effective share of the rollouts of each iteration, ``scores`` those of the
-    last version on held-out prompts ({} if it was not evaluated), ``environment`` describes the
-    machine.
+    ``seen`` has the rollouts of each iteration as its update saw them, ``scores`` those of the last
+    version on held-out prompts ({} if it was not evaluated), ``environment`` describes the machine.
     """
 
     kept: KeptWeights
     outcomes: dict[int, Outcome]
-    shares: dict[int, float]
+    seen: dict[int, list["Seen"]]
     scores: Scores
     environment: dict[str, Any]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The effective share of the rollouts of each iteration."""
+        weights = {v: [one.log_weight for one in own] for v, own in self.seen.items()}
+        return {v: effective_share(own) for v, own in weights.items() if own}
 
 
 def retrain(
@@ -50,7 +58,7 @@ def retrain(
     version: int,
     latest: int,
     since: int | None = None,
-    change: Change = UNCHANGED,
+    change: RerunChange = UNCHANGED,
     evaluate: bool = False,
     observers: Sequence[Callback] = (),
 ) -> Retrained:
@@ -64,11 +72,11 @@ def retrain(
         DataError: if the run kept too little, or has no held-out prompts to evaluate on.
         EngineError: if the engine fails.
     """
-    weights = SamplingWeights()
-    with remade(run, version, latest, since, [weights, *observers], change) as made:
+    watch = Watch()
+    with remade(run, version, latest, since, [watch, *observers], change) as made:
         scores = held_out_scores(made) if evaluate else {}
         environment = environment_of(made.trainer)
-        return Retrained(made.kept, made.outcomes, weights.shares(), scores, environment)
+        return Retrained(made.kept, made.outcomes, watch.seen, scores, environment)
 
 
 def held_out_scores(made: Remade) -> Scores:
@@ -103,15 +111,37 @@ def effective_share(log_weights: Sequence[float]) -> float:
     return fsum(weights) ** 2 / (len(weights) * fsum(w * w for w in weights))
 
 
-class SamplingWeights(RLCallback):
-    """Measures the importance weight of each rollout, before each update.
+@dataclass(frozen=True)
+class Seen:
+    """A rollout as an update sees it.
 
-    It is exp(sum of log p_policy - log p_engine) over its trained tokens: how much likelier the
-    policy that is about to learn from the rollout makes it than the engine's, which sampled it.
+    ``log_weight`` is that of its importance: the sum of log p_policy - log p_engine over its
+    ``tokens``, those trained on; how much likelier the policy that learns from it makes it than the
+    engine's, which sampled it. ``mass`` sums the tokens' absolute advantages, and ``advantage`` is
+    their mean.
     """
 
+    rollout: Rollout
+    tokens: int
+    log_weight: float
+    mass: float
+    advantage: float
+
+    @property
+    def reward(self) -> float:
+        return self.rollout.reward or 0.0
+
+    @property
+    def gap(self) -> float:
+        """The absolute log weight per token, in nats."""
+        return abs(self.log_weight) / self.tokens
+
+
+class Watch(RLCallback):
+    """Notes all rollouts before each update, as it sees them."""
+
     def __init__(self) -> None:
-        self.log_weights: defaultdict[int, list[float]] = defaultdict(list)
+        self.seen: defaultdict[int, list[Seen]] = defaultdict(list)
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
@@ -120,15 +150,27 @@ class SamplingWeights(RLCallback):
         scored = batch.copy()  # the update shall find no further column
         scored["tokens"] = batch["tokens"].copy()
         budget = module.learner.max_tokens_per_micro_batch
-        tokens = module.loaded_policy.score(scored, "again", budget)["tokens"]
-        row = token_rows(batch)
+        tokens, row = (
+            module.loaded_policy.score(scored, "again", budget)["tokens"],
+            token_rows(batch),
+        )
         live = tokens["loss_mask"] & ~batch["rollouts", "demonstration"][row]
-        gaps = (tokens["again"] - tokens["rollout_logprobs"]).double()[live]
-        rollout, place = batch["rollouts", "rollout"][row][live].unique(return_inverse=True)
-        sums = torch.zeros(len(rollout), dtype=gaps.dtype, device=gaps.device)
-        own = sums.index_add(0, place, gaps).tolist()
-        self.log_weights[module.present_iteration] += [w for rank in gather(own) for w in rank]
+        number = batch["rollouts", "rollout"][row][live]
+        loader = trainer.train_dataloader
+        assert isinstance(loader, RolloutLoader)
+        rollouts = {id(r): r for r, _ in packed_rows(trainable(loader.current))}
 
-    def shares(self) -> dict[int, float]:
-        """Return the effective share of each iteration's rollouts."""
-        return {number: effective_share(own) for number, own in self.log_weights.items() if own}
+        def sums(values: Tensor) -> list[float]:
+            zeros = torch.zeros(len(rollouts), dtype=torch.double, device=number.device)
+            return list(zeros.index_add(0, number, values.double()).tolist())
+
+        gaps, advantages = tokens["again"] - tokens["rollout_logprobs"], tokens["advantages"]
+        columns = sums(live[live]), sums(gaps[live]), sums(advantages[live].abs())
+        found = [
+            Seen(rollout, int(count), weight, mass, total / count)
+            for rollout, count, weight, mass, total in zip(
+                rollouts.values(), *columns, sums(advantages[live]), strict=True
+            )
+            if count
+        ]
+        self.seen[module.present_iteration] += [one for rank in gather(found) for one in rank]

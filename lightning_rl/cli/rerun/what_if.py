@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_rl.cli.rerun.change import Change
+from lightning_rl.cli.rerun.change import RerunChange
 from lightning_rl.cli.rerun.compare import SHOWN, identical
 from lightning_rl.cli.rerun.retraining import Retrained, retrain
 from lightning_rl.cli.rerun.run import RecordedRun
@@ -25,7 +25,7 @@ class WhatIf:
     the change leaves out, by iteration; ``elsewhere`` says what is another on this machine.
     """
 
-    change: Change
+    change: RerunChange
     first: int
     recorded: dict[int, Outcome]
     plain: Retrained
@@ -42,7 +42,7 @@ class WhatIf:
     @property
     def not_reproduced(self) -> str | None:
         """The first difference of the unchanged rerun from the record; None: equal to the bit."""
-        return _difference(self.recorded, self.plain, self.versions)
+        return difference(self.recorded, self.plain, self.versions)
 
     @property
     def too_far(self) -> int | None:
@@ -68,7 +68,7 @@ class WhatIf:
         yield from self._reproduced()
         for iteration, count in self.left_out.items():
             yield f"iteration {iteration}: {count} rollouts left out"
-        before = _difference(self.plain.outcomes, self.changed, range(self.first))
+        before = difference(self.plain.outcomes, self.changed, range(self.first))
         if self.first > self.versions[0]:
             equal = "all is equal" if before is None else f"this machine repeats nothing, {before}"
             yield f"up to iteration {self.first - 1} nothing is changed: {equal}"
@@ -130,7 +130,7 @@ class WhatIf:
 
 def what_if(
     run: RecordedRun,
-    change: Change,
+    change: RerunChange,
     to: int,
     since: int | None = None,
     evaluate: bool = False,
@@ -188,14 +188,14 @@ def what_if(
     return WhatIf(change, first, recorded, plain, changed, left_out, elsewhere, least_share)
 
 
-def _sampled_first(change: Change) -> int:
+def _sampled_first(change: RerunChange) -> int:
     """Return the earliest iteration for which rollouts that are left out were sampled."""
     numbers = [name.partition("/")[0] for name in change.without]
     known = [int(number) for number in numbers if number.isdecimal()]
     return max(1, min(known)) if len(known) == len(numbers) else 1
 
 
-def _difference(was: dict[int, Outcome], again: Retrained, versions: range) -> str | None:
+def difference(was: dict[int, Outcome], again: Retrained, versions: range) -> str | None:
     """Return the first metric or version of the weights that differs; None if all are equal."""
     for version in versions:
         if version not in was or version not in again.outcomes:

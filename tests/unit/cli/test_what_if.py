@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 
-from lightning_rl.cli.rerun.change import Change, _parts, _weigh
+from lightning_rl.cli.rerun.change import RerunChange, _parts, _weigh
 from lightning_rl.cli.rerun.retraining import effective_share
 from lightning_rl.errors import DataError
 
@@ -26,7 +26,7 @@ def test_a_beginning_of_an_id_ends_before_a_slash(make_rollout, name, left_out):
     rollouts = [make_rollout([3], [4, 1], group_id=group) for group, _ in places]
     for rollout, (_, index) in zip(rollouts, places, strict=True):
         rollout.sample_index = index
-    change = Change((name,))
+    change = RerunChange((name,))
     assert [r.id for r in rollouts if change.leaves_out(r)] == left_out
 
 

@@ -19,8 +19,9 @@ INSIDE = {
 TOOLS = {
     "check": ("rehearse",),
     "rehearse": (),
-    "rerun": ("audit", "pack"),
+    "rerun": ("audit", "bisect", "pack"),
     "audit": (),
+    "bisect": (),
     "pack": (),
     "view": (),
 }
