@@ -26,7 +26,7 @@ PARTS = {
     "offline": ("offline", "learn.sft", "learn.dpo", "learn.recorded"),
     "view": ("view", "cli.view"),
     "check": ("cli.check", "cli.compare", "cli.rehearse"),
-    "rerun": ("cli.rerun", "cli.audit", "cli.pack"),
+    "rerun": ("cli.rerun", "cli.audit", "cli.bisect", "cli.pack"),
     "vision": ("vision", "data.pictured", "data.rollouts.pictures"),
     "optional": ("convert", "cli.convert", "verifiers", "serving.verifiers", "openenv"),
 }

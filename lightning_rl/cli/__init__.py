@@ -65,6 +65,10 @@ COMMANDS = {
         "lightning_rl.cli.rerun",
         "repeat a recorded rollout or iteration, and report its first difference",
     ),
+    "bisect": Command(
+        "lightning_rl.cli.bisect",
+        "find the iteration with which a metric dropped, and what in its update did that",
+    ),
     "audit": Command(
         "lightning_rl.cli.audit",
         "check a run's files against its ledger, and repeat a share of its iterations",

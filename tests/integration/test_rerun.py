@@ -176,7 +176,7 @@ def test_options_that_do_not_go_together(capsys):
         (["--iteration", "1", "--version", "2"], "--version 2 requires --rollout"),
         (["--rollout", "x", "--since", "2"], "--since 2 requires --iteration"),
         (["--iteration", "-1"], "iteration=-1 must be >= 1"),
-        ([], "one of the arguments --rollout --iteration is required"),
+        ([], "one of the arguments --rollout --iteration --to is required"),
     ):
         assert main(["rerun", "somewhere", *options]) == 2
         assert words in capsys.readouterr().err

@@ -5,16 +5,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 
+from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks import WeightSync
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
+from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.rollouts.log import Outcome
@@ -22,10 +25,10 @@ from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.run.files.resume import use_new_optimizer_settings
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.processes import dist
 from lightning_rl.sync.base import WeightTransport
-from lightning_rl.sync.memory import MemoryTransport
 
 # Whatever says when a run stops, or makes it a trial run.
 _TRAINER = {
@@ -46,12 +49,14 @@ _TRAINER = {
 class _Rebuilt(RLCLI):
     """Builds the objects of a run's configuration as of ``version``, and runs nothing."""
 
-    def __init__(self, run: RecordedRun, version: int, scratch: str) -> None:
+    def __init__(self, run: RecordedRun, version: int, scratch: str, change: RerunChange) -> None:
         self._scratch = scratch
-        config = run.config_of(version)[1]
-        super().__init__(["fit", "--config", str(config), "--ckpt_path=null", *run.options])
+        self._require_supported = partial(change.require_supported, run, version)
+        config = ["--config", str(run.config_of(version)[1]), "--ckpt_path=null"]
+        super().__init__(["fit", *config, *run.options, *change.options])
 
     def before_instantiate_classes(self) -> None:
+        self._require_supported()
         for name, value in {**_TRAINER, "default_root_dir": self._scratch}.items():
             self.config.fit.trainer[name] = value
 
@@ -77,9 +82,14 @@ class Remade:
     module: RolloutModule
     datamodule: LightningDataModule
     trainer: Trainer
-    transport: WeightTransport
+    sync: WeightSync
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     checkpoint: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def transport(self) -> WeightTransport:
+        """What carries weights to the run's engine."""
+        return self.sync.transport
 
     @property
     def policy(self) -> PolicyModule:
@@ -112,6 +122,7 @@ def remade(
     latest: int,
     since: int | None = None,
     observers: Sequence[Callback] = (),
+    change: RerunChange = UNCHANGED,
 ) -> Iterator[Remade]:
     """Rebuild a version of the weights: from the nearest kept ones, on the recorded rollouts.
 
@@ -125,6 +136,7 @@ def remade(
             training after it.
         since: begin with the kept weights of this version; None: the nearest.
         observers: callbacks that watch the training, before any of the run's callbacks acts.
+        change: what to do differently on the way.
 
     Raises:
         ConfigError: if the configuration does not work here (any more).
@@ -135,7 +147,7 @@ def remade(
     if version > kept.version:
         rank_zero_only(print)(run.way(kept, version), file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        cli = _Rebuilt(run, latest, scratch)
+        cli = _Rebuilt(run, latest, scratch, change)
         if not isinstance(cli.model, RolloutModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
@@ -143,17 +155,16 @@ def remade(
             )
         cli.model.day.date = run.day or cli.model.day.date
         callbacks = callbacks_of(cli.trainer)
-        transports = [sync.transport for sync in find_callbacks(cli.trainer, WeightSync)]
-        transport = transports[0] if transports else MemoryTransport()
+        syncs = find_callbacks(cli.trainer, WeightSync)
         callbacks[:] = callbacks_that_rerun(callbacks)
-        made = Remade(kept, cli.model, cli.datamodule, cli.trainer, transport)
+        made = Remade(kept, cli.model, cli.datamodule, cli.trainer, (*syncs, WeightSync())[0])
         if version == kept.version:
             _load(made)
         else:
             _require_ranks(run, range(kept.version + 1, version + 1), cli.trainer.world_size)
             # First, so that whatever takes part sees the weights that were kept.
-            callbacks[:0] = [_Retraining(made), *observers]
-            batches = _RecordedBatches(run, kept.version, version - kept.version)
+            batches = _RecordedBatches(run, kept.version, version - kept.version, made, change)
+            callbacks[:0] = [_Retraining(made, batches), *observers]
             cli.trainer.fit(cli.model, datamodule=batches)
         yield made
 
@@ -184,8 +195,8 @@ def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
 class _Retraining(RLCallback):
     """Begins with kept weights, and records the results."""
 
-    def __init__(self, made: Remade) -> None:
-        self.made = made
+    def __init__(self, made: Remade, batches: "_RecordedBatches") -> None:
+        self.made, self.batches = made, batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.made.kept.path is not None:
@@ -203,6 +214,12 @@ class _Retraining(RLCallback):
         schedules = checkpoint["lr_schedulers"]
         for config, state in zip(trainer.lr_scheduler_configs, schedules, strict=True):
             config.scheduler.load_state_dict(state)
+        use_new_optimizer_settings(pl_module)
+
+    def on_update_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> Decision:
+        if self.batches.skipped:  # else the iteration would record nothing, and not be counted
+            self.module_of(trainer.lightning_module).record({"policy/skipped_share": 1.0})
+        return Decision(skip=self.batches.skipped)
 
     def on_iteration_end(
         self, trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
@@ -218,10 +235,15 @@ class _RecordedBatches(LightningDataModule):
     """The recorded iterations after ``first``, instead of newly collected ones."""
 
     is_rerun = True
+    skipped = False
+    """True if the change leaves out all rollouts of the last batch, so that it makes no update."""
 
-    def __init__(self, run: RecordedRun, first: int, count: int) -> None:
+    def __init__(
+        self, run: RecordedRun, first: int, count: int, made: Remade, change: RerunChange
+    ) -> None:
         super().__init__()
         self.run, self.first, self.count = run, first, count
+        self.made, self.change = made, change
 
     def train_dataloader(self) -> RolloutLoader:
         assert self.trainer is not None
@@ -237,4 +259,18 @@ class _RecordedBatches(LightningDataModule):
         return []
 
     def _read(self, place: int) -> list[Rollout]:
-        return self.run.log.rollouts(self.first + place + 1, dist.rank())
+        iteration = self.first + place + 1
+        rollouts = self.run.log.rollouts(iteration, dist.rank())
+        if self.change == UNCHANGED:
+            return rollouts
+        rollouts = self.change.apply(rollouts, self.made.datamodule)
+        left = any(rollout.graded for rollout in rollouts)
+        self.skipped = not dist.any_rank(left)
+        if left:
+            return rollouts
+        if not self.skipped:
+            raise DataError(
+                f"{self.change}: leaves nothing of iteration {iteration} to rank {dist.rank()}, "
+                "which trains together with others; leave out fewer"
+            )
+        return self.run.log.rollouts(iteration, dist.rank())  # for a batch, which is not trained on

@@ -9,6 +9,7 @@ NEEDED = {
     "rollouts": ["rollouts.jsonl"],
     "view": ["runs"],
     "rerun": ["run", "--iteration", "1"],
+    "bisect": ["run"],
     "audit": ["run"],
     "pack": ["run", "--iteration", "1"],
     "unpack": ["step.zip"],

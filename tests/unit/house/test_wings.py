@@ -20,8 +20,9 @@ TOOLS = {
     "check": ("rehearse",),
     "compare": (),
     "rehearse": ("compare",),
-    "rerun": ("audit", "pack"),
+    "rerun": ("audit", "bisect", "pack"),
     "audit": (),
+    "bisect": (),
     "pack": (),
     "view": ("compare",),
 }

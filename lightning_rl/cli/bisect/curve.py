@@ -1,0 +1,97 @@
+"""The curve of a metric: where it dropped most, and whether that is more than noise."""
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import NormalDist, median
+from typing import NamedTuple
+
+from lightning_rl.collect.estimates import Comparison
+from lightning_rl.errors import DataError
+
+Curve = Mapping[int, float]
+"""Values of a metric by the iteration after which they were recorded."""
+
+_NEAR = 0.2
+"""Share of a drop within which a value counts as before it, or after it."""
+
+
+class Window(NamedTuple):
+    """Versions between which a metric dropped, and the number of pairs they were chosen from."""
+
+    good: int
+    bad: int
+    pairs: int = 1
+
+
+def curve_of(rows: Mapping[int, Mapping[str, float]], metric: str) -> dict[int, float]:
+    """Return the recorded curve of a metric.
+
+    Raises:
+        DataError: if it was recorded less than twice.
+    """
+    curve = {i: row[metric] for i, row in rows.items() if math.isfinite(row.get(metric, math.nan))}
+    if len(curve) < 2:
+        known = sorted({name for row in rows.values() for name in row if "/" in name})
+        alike = [name for name in known if name.split("/")[0] == metric.split("/")[0]] or known
+        raise DataError(
+            f"--metric {metric} was recorded {len(curve)} times, and a drop needs two values; "
+            f"recorded were {', '.join(alike[:12])}"
+        )
+    return curve
+
+
+def largest_drop(curve: Curve) -> Window | None:
+    """Return the versions between which the metric fell most, as close together as the fall is.
+
+    None if it never fell.
+    """
+    numbers = sorted(curve)
+    drop, good, bad = 0.0, -1, -1
+    highest = numbers[0]
+    for number in numbers:
+        if curve[number] > curve[highest]:
+            highest = number
+        if curve[highest] - curve[number] > drop:
+            drop, good, bad = curve[highest] - curve[number], highest, number
+    if drop == 0.0:
+        return None
+    inside = [n for n in numbers if good <= n <= bad]
+    low, high = curve[bad] + _NEAR * drop, curve[good] - _NEAR * drop
+    bad = next(n for n in inside if curve[n] <= low)
+    good = max(n for n in inside if n < bad and curve[n] >= high)
+    return Window(good, bad, math.comb(len(numbers), 2))
+
+
+def beyond_noise(found: Comparison, pairs: int = 1) -> bool:
+    """Return True if the 95 % interval of a difference leaves out 0, as the largest of ``pairs``.
+
+    It is widened by Bonferroni's correction (Dunn 1961): a share of 0.05 / ``pairs`` lies outside.
+    """
+    z = NormalDist().inv_cdf(1 - 0.025 / pairs) / NormalDist().inv_cdf(0.975)
+    return abs(found.difference) > (found.high - found.low) / 2 * z
+
+
+def stands_out(curve: Curve, window: Window, times: float) -> bool:
+    """Return True if a drop is more than so many times the spread of the curve's other steps.
+
+    Training is noisy itself: a policy that fluctuates has real drops without a cause. The spread is
+    a robust one, 1.4826 times the median size of the steps outside of the window; fewer than four
+    tell none.
+    """
+    steps = [abs(curve[b] - curve[a]) for a, b in pairwise(sorted(curve))
+             if b <= window.good or a >= window.bad]  # fmt: skip
+    drop = curve[window.good] - curve[window.bad]
+    return len(steps) >= 4 and drop > times * 1.4826 * median(steps)
+
+
+def cost_of(window: Window, rows: Mapping[int, Mapping[str, float]], seconds: float) -> str:
+    """Describe the work of a bisection, before it begins."""
+    steps = math.ceil(math.log2(max(2, window.bad - window.good)))
+    times = [row["time/train"] for row in rows.values() if "time/train" in row]
+    took = f" (in the run an update took {math.fsum(times) / len(times):.3g} s)" if times else ""
+    return (
+        f"versions {window.good} to {window.bad}: up to {2 + steps} evaluations for the iteration, "
+        "then for each suspected cause one or two, each after the updates from the nearest "
+        f"checkpoint on{took}; nothing begins after {seconds:.0f} s (--budget)"
+    )

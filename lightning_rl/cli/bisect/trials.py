@@ -1,0 +1,112 @@
+"""Trials: versions of the weights, recorded or made with a change, evaluated within a budget."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_rl.callbacks.base import RLCallback
+from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
+from lightning_rl.cli.rerun.retraining import Retrained, Seen, retrain
+from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.errors import DataError
+
+SCORES = {"eval/accuracy": "accuracy", "eval/reward_mean": "reward"}
+"""Metrics that an evaluation gives by prompt, and the names of these scores."""
+
+
+class BudgetSpentError(DataError):
+    """The time that a bisection may take is over."""
+
+
+@dataclass
+class Trials:
+    """Evaluates versions of a run's weights on its held-out prompts, the recorded ones once each.
+
+    ``score`` is the name of the score by prompt. No trial begins after ``seconds``.
+
+    Raises:
+        BudgetSpentError: from each method, once the time is over.
+    """
+
+    run: RecordedRun
+    score: str
+    seconds: float
+    count: int = 0
+    _begun: float = field(default_factory=time.monotonic)
+    _known: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the first trial could begin."""
+        return time.monotonic() - self._begun
+
+    def recorded(self, version: int) -> dict[str, float]:
+        """Return the scores by prompt of a version of the run's own weights."""
+        if version not in self._known:
+            self._known[version] = self._scores(version, version, UNCHANGED)
+        return self._known[version]
+
+    def changed(
+        self, version: int, first: int, change: RerunChange, observers: Sequence[Callback] = ()
+    ) -> dict[str, float]:
+        """Return the same of a version that was made with a change from iteration ``first`` on."""
+        return self._scores(version, first - 1, change, observers)
+
+    def batches(self, first: int, last: int) -> tuple[dict[int, list[Seen]], Retrained]:
+        """Return what the iterations were trained on, as the updates see it when made again."""
+        self._require_time()
+        made = retrain(self.run, last, first - 1)
+        return {v: seen for v, seen in made.seen.items() if v >= first}, made
+
+    def _scores(
+        self, version: int, latest: int, change: RerunChange, observers: Sequence[Callback] = ()
+    ) -> dict[str, float]:
+        self._require_time()
+        self.count += 1
+        made = retrain(self.run, version, latest, None, change, True, observers)
+        if self.score not in made.scores:
+            raise DataError(
+                f"an evaluation of {self.run.path} gives no {self.score} by prompt, but "
+                f"{', '.join(made.scores)}; choose another --metric"
+            )
+        return made.scores[self.score]
+
+    def _require_time(self) -> None:
+        if self.spent > self.seconds:
+            raise BudgetSpentError(
+                f"the budget of {self.seconds:.0f} s is spent, after {self.count} evaluations; "
+                "raise --budget, or narrow the search by --good and --bad"
+            )
+
+
+class RateCap(RLCallback):
+    """Bounds the learning rate of each optimizer step."""
+
+    def __init__(self, highest: float) -> None:
+        self.highest = highest
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(self._bound)
+
+    def _bound(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = min(group["lr"], self.highest)
+
+
+def require_one_process(run: RecordedRun) -> None:
+    """Check that a run was trained by one process, as this one trains its iterations again.
+
+    Raises:
+        DataError: if several did.
+    """
+    ranks = max((made.ranks for made in run.log.outcomes().values()), default=1)
+    if ranks > 1:
+        raise DataError(
+            f"{run.path} was trained by {ranks} processes, and bisect works in one; ask single "
+            "questions by `lightning-rl rerun --to`, started as the run was"
+        )
