@@ -94,7 +94,9 @@ class OpenEnvAgent(Agent):
             raise ConfigError("OpenEnvAgent has no tokenizer yet; call configure(tokenizer) first")
         reset = rollout.prompt.columns.get("reset")
         if not isinstance(reset, dict):
-            raise ConfigError("OpenEnvAgent plays the tasks of OpenEnvPrompts: set train_prompts")
+            raise ConfigError(
+                "OpenEnvAgent plays the tasks of OpenEnvPrompts, or of rows with a column `reset`"
+            )
         try:
             async with Session.of(self.server) as session:
                 self._require_same(rollout.prompt, await session.begin(reset))
@@ -103,10 +105,10 @@ class OpenEnvAgent(Agent):
                     await self._player.run(rollout, engine, sampling)
                 finally:
                     current.reset(token)
+                    rollout.logged |= session.parts
+                    rollout.extra |= session.parts
         except EpisodeError as error:
             rollout.fail(str(error))
-        rollout.logged |= session.parts
-        rollout.extra |= session.parts
         return rollout
 
     def close(self) -> None:
@@ -146,7 +148,8 @@ class OpenEnvAgent(Agent):
         Raises:
             EpisodeError: with both observations.
         """
-        seen, known = self.server.shown(first.fields), prompt.columns.get("observation")
+        seen = self.server.shown(first.fields)
+        known = prompt.columns.get("observation", seen)  # rows of another source may lack it
         if seen != known:
             raise EpisodeError(
                 f"{self.server!r} began {prompt.columns['reset']} with {seen!r:.200}, but with "

@@ -16,7 +16,9 @@ from lightning_rl.run.processes.child import Child, ending, last_lines
 
 _HERE = "127.0.0.1"
 _LOOK_S = 0.05
-"""Seconds between two looks whether a starting server answers."""
+"""Seconds between two looks whether a server answers, or has ended."""
+_END_S = 5.0
+"""Seconds until a server that closed a connection is known to have ended, if it has."""
 
 
 class ServerLost(EpisodeError):
@@ -55,7 +57,7 @@ class Running:
         """Return the server's address, once it was started if it does not run.
 
         Raises:
-            ServerLost: if it cannot be started.
+            EpisodeError: if it cannot be started.
         """
         if self._server.address is not None:
             return self._server.address
@@ -68,7 +70,7 @@ class Running:
         """Return the JSON schema of the environment's actions.
 
         Raises:
-            ServerLost: if the server does not tell.
+            EpisodeError: if the server cannot be started, or does not tell.
         """
         url = f"{await self.url()}/schema"
         try:
@@ -88,11 +90,17 @@ class Running:
             f"{self._server!r} gave no answer at {url} ({why}); start it, or correct its address"
         )
 
+    async def await_end(self) -> None:
+        """Wait for the end of a process that closed a connection, as it ends after that."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                while self._child is not None and self._child.running:
+                    await asyncio.sleep(_LOOK_S)
+
     def how_it_ended(self) -> str:
-        """Say how a server that was started here has ended; empty if it has not."""
-        if self._child is None or not self._child.ended_within(_LOOK_S):
+        """Say how a server that was started here has ended; empty if it goes on."""
+        if self._child is None or self._child.status is None:
             return ""
-        assert self._child.status is not None
         return f"; it {ending(self._child.status)}{last_lines(self._child.printed(4096))}"
 
     def close(self) -> None:
@@ -118,7 +126,7 @@ class Running:
         except TimeoutError:
             printed = last_lines(self._child.printed(4096))
             self.close()
-            raise ServerLost(
+            raise EpisodeError(
                 f"{self._server!r} did not answer within "
                 f"start_seconds={self._server.start_seconds:g}{printed}"
             ) from None
@@ -130,7 +138,7 @@ class Running:
         async with self.connections() as client:
             while True:
                 if not child.running:
-                    raise ServerLost(f"{self._server!r} did not start{self.how_it_ended()}")
+                    raise EpisodeError(f"{self._server!r} did not start{self.how_it_ended()}")
                 with suppress(aiohttp.ClientError, OSError):
                     async with client.get(f"http://{_HERE}:{self._port}/health") as answer:
                         if answer.status == 200:

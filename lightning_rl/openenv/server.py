@@ -40,8 +40,10 @@ class OpenEnvServer:
         env: environment variables to set for a started server.
         pass_env: names of variables to pass on to it from the trainer's environment; of the others
             it gets only those that name paths.
-        sessions: maximum number of episodes at the same time; further ones wait.
-        start_seconds: time limit, in seconds, for a started server to answer.
+        sessions: maximum number of episodes that a training process plays at the same time; further
+            ones wait.
+        start_seconds: time limit, in seconds, for a started server to answer. Importing OpenEnv
+            alone takes three seconds of CPU, and a minute on a busy machine.
         answer_seconds: time limit of each answer.
 
     Raises:
@@ -61,7 +63,7 @@ class OpenEnvServer:
         env: dict[str, str] | None = None,
         pass_env: list[str] | None = None,
         sessions: int = 64,
-        start_seconds: float = 60.0,
+        start_seconds: float = 300.0,
         answer_seconds: float = 60.0,
     ) -> None:
         require_at_least(1, sessions=sessions)

@@ -26,7 +26,7 @@ _CONNECTS = 3
 """Attempts to open a session, after the first."""
 
 
-class RefusedAction(Exception):
+class RefusedAction(EpisodeError):
     """An action does not fit the environment's class of actions, which is the model's fault."""
 
 
@@ -126,7 +126,10 @@ class Session:
 
     async def _once(self, message: dict[str, Any]) -> Answer:
         if self._socket is None:
-            await retry(self._open, retries=_CONNECTS, on=(ServerLost,))
+            try:
+                await retry(self._open, retries=_CONNECTS, on=(ServerLost,))
+            except ServerLost as error:
+                raise EpisodeError(f"{error} ({_CONNECTS + 1} attempts)") from error
         assert self._socket is not None
         limit = self.server.answer_seconds
         try:
@@ -138,6 +141,7 @@ class Session:
         except (aiohttp.ClientError, OSError):
             said = None
         if said is None:
+            await self._running.await_end()
             end = self._running.how_it_ended()
             raise ServerLost(f"{self.server!r} closed the connection{end}")
         return self._read(said)
@@ -181,13 +185,13 @@ class Session:
             data = message["data"]
             if message["type"] != "error":
                 return _answer(data)
-            told, code = data["message"], data["code"]
-        except (ValueError, LookupError, TypeError) as error:
+            told, code, reasons = data["message"], data["code"], _reasons(data.get("errors", []))
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise EpisodeError(
                 f"{self.server!r} sent a malformed observation: {error!r:.200} in {said:.200}"
             ) from error
         if code == "VALIDATION_ERROR":
-            raise RefusedAction(_reasons(data.get("errors")) or told)
+            raise RefusedAction(reasons or told)
         if code == "CAPACITY_REACHED":
             raise ServerLost(
                 f"{self.server!r} has no place: {told}; lower sessions={self.server.sessions}, or "
@@ -206,7 +210,9 @@ async def _listen(
     """Deliver the server's texts, and None at the end of the connection."""
     try:
         async for message in socket:
-            said.put_nowait(str(message.data))
+            if message.type is not aiohttp.WSMsgType.TEXT:  # such as one that is too long
+                break
+            said.put_nowait(message.data)
     finally:
         said.put_nowait(None)
 
@@ -224,5 +230,4 @@ def _answer(data: Any) -> Answer:
 
 def _reasons(errors: Any) -> str:
     """Return what is wrong with an action, from pydantic's list of errors."""
-    listed = errors if isinstance(errors, list) else []
-    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in listed)
+    return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in errors)

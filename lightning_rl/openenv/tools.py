@@ -7,7 +7,7 @@ from lightning_rl.agents.tools import ToolAgent, ToolServer
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.sampling import Sampling
 from lightning_rl.errors import EpisodeError
-from lightning_rl.openenv.session import current
+from lightning_rl.openenv.session import RefusedAction, current
 from lightning_rl.rollout import Rollout
 
 
@@ -32,7 +32,10 @@ class EpisodeTools(ToolServer):
         if session.done:
             raise RuntimeError("the episode has ended")
         call = {"type": "call_tool", "tool_name": name, "arguments": arguments}
-        fields = (await session.step(call)).fields
+        try:
+            fields = (await session.step(call)).fields
+        except RefusedAction as refusal:
+            raise RuntimeError(str(refusal)) from refusal
         if error := fields.get("error"):
             raise RuntimeError(error["message"])
         return _result(fields.get("result"))

@@ -1,4 +1,7 @@
-"""Test a shortened recipes/openenv_guess with the real package, and a rerun of one of its games."""
+"""Test a shortened recipes/openenv_guess with the real package, and a rerun of one of its games.
+
+Slow: a training and a rerun, each with a server that imports OpenEnv.
+"""
 
 import json
 import shutil
