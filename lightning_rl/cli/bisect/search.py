@@ -13,7 +13,7 @@ from lightning_rl.cli.bisect.suspicion import CALM, LOOK_BACK, Batches, Cause, S
 from lightning_rl.cli.bisect.trials import BudgetSpentError, RateCap, Trials
 from lightning_rl.cli.rerun.change import RerunChange
 from lightning_rl.cli.rerun.retraining import Seen
-from lightning_rl.cli.rerun.what_if import difference
+from lightning_rl.cli.rerun.what_if import difference, rollouts_of
 from lightning_rl.collect.estimates import Comparison
 from lightning_rl.data.rollouts.log import Outcome
 
@@ -53,7 +53,9 @@ class Bisection:
             return f"nothing found: {self.metric} has no drop beyond its noise"
         where = f"{self.metric} drops with iteration {self.iteration}"
         if self.suspicion is None and self.suspects:
-            return f"{where}; the harm is in {len(self.suspects)} rollouts, its kind is not known"
+            return (
+                f"{where}; the harm is in {rollouts_of(len(self.suspects))}, its kind is not known"
+            )
         if self.suspicion is None:
             return f"{where}; its cause cannot be told"
         return f"{where}: {self.suspicion.cause.value}"
@@ -67,7 +69,7 @@ class Bisection:
             last = self.suspicion.last
             yield f"iterations {self.suspicion.onset} to {last}: {self.suspicion.text}"
         if self.recovered is not None:
-            what = f"{len(self.suspects)} rollouts" if self.suspects else "it"
+            what = rollouts_of(len(self.suspects)) if self.suspects else "it"
             yield f"version {self.tried} with → without {what}: {self.recovered}"
         if self.suspects:
             yield f"they are {self.mass:.0%} of the absolute advantages of their updates"

@@ -67,7 +67,7 @@ class WhatIf:
         yield f"iterations {self.versions[0]} to {last}, from {self.plain.kept}: {self.change}"
         yield from self._reproduced()
         for iteration, count in self.left_out.items():
-            yield f"iteration {iteration}: {count} rollouts left out"
+            yield f"iteration {iteration}: {rollouts_of(count)} left out"
         before = difference(self.plain.outcomes, self.changed, range(self.first))
         if self.first > self.versions[0]:
             equal = "all is equal" if before is None else f"this machine repeats nothing, {before}"
@@ -188,6 +188,11 @@ def _sampled_first(change: RerunChange) -> int:
     numbers = [name.partition("/")[0] for name in change.without]
     known = [int(number) for number in numbers if number.isdecimal()]
     return max(1, min(known)) if len(known) == len(numbers) else 1
+
+
+def rollouts_of(count: int) -> str:
+    """Return a number of rollouts in words."""
+    return "1 rollout" if count == 1 else f"{count} rollouts"
 
 
 def difference(was: dict[int, Outcome], again: Retrained, versions: range) -> str | None:
