@@ -1,85 +1,100 @@
 """Bisect runs with a planted fault, and sound ones with a noisy curve.
 
-    python -m benchmarks.bisect [--only WORD] [--folder DIR] [--train]
+    python -m benchmarks.bisect [--only WORD] [--folder DIR] [--picture FILE] [--save]
 
 An iteration is right if it is that of the fault, or one beside it; a cause, if it is the fault's.
 A sound run in which anything is found is a false finding. Runs are trained into the folder, and
-kept there. The last line is JSON.
+kept there. ``--picture`` writes the curve of the last case; ``--save`` also writes the table of
+docs/bisect.md. The last line is JSON.
 """
 
-import argparse
-import json
 import os
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bisect.cases import CASES, Case
 from benchmarks.bisect.task import prepare, write_config
+from benchmarks.support.results import parser_of, report, write_block
 from lightning_rl.cli import main as lightning_rl
 from lightning_rl.cli.bisect import bisect
+from lightning_rl.cli.bisect.page import curve_of
+from lightning_rl.cli.bisect.search import Bisection
+
+ROOT = Path(__file__).parents[2]
+COLOURS = {"var(--accent)": "#4457d6", "var(--bad)": "#c8102e", "var(--good)": "#16794c"}
 
 
 def trained(case: Case, folder: Path) -> Path:
     """Return the run directory of a case, which is trained unless it was."""
     here = folder / case.name
     run = here / "runs" / "version_0"
+    os.makedirs(here, exist_ok=True)
+    os.chdir(here)
     if not (run / "summary.json").exists():
-        here.mkdir(exist_ok=True)
-        os.chdir(here)
         write_config(here / "config.yaml", case.make(folder))
         if lightning_rl(["fit", "--config", "config.yaml"]) != 0:
             raise RuntimeError(f"{case.name} could not be trained")
     return run
 
 
-def examined(case: Case, folder: Path) -> dict[str, object]:
+def examined(case: Case, found: Bisection, seconds: float) -> dict[str, Any]:
     """Return what a bisection says of a case, and whether that is right."""
-    run = trained(case, folder)
-    os.chdir(folder / case.name)
-    begin = time.monotonic()
-    verdict = bisect(run, window=case.window, page=Path("bisect.html"))
-    found = verdict.iteration
-    cause = None if verdict.suspicion is None else verdict.suspicion.cause
-    near = found is not None and case.onset is not None and abs(found - case.onset) <= 1
+    cause = None if found.suspicion is None else found.suspicion.cause
+    iteration, onset = found.iteration, case.onset
+    near = iteration is not None and onset is not None and abs(iteration - onset) <= 1
     return {
         "name": case.name,
-        "onset": case.onset,
-        "iteration": found,
+        "onset": onset,
+        "iteration": iteration,
         "cause": None if cause is None else cause.value,
         "iteration_right": near,
         "cause_right": near and cause in case.causes,
-        "seconds": round(time.monotonic() - begin),
+        "seconds": round(seconds),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser("python -m benchmarks.bisect", description=__doc__)
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """Return a table with a line per case."""
+    lines = ["| run | fault from iteration | found | cause named |", "|---|---|---|---|"]
+    for one in results:
+        cells = one["name"], one["onset"], one["iteration"], one["cause"]
+        lines.append(f"| {' | '.join('none' if cell is None else str(cell) for cell in cells)} |")
+    return lines
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--folder", type=Path, default=Path("runs/bisect"), help="for the runs")
-    parser.add_argument("--train", action="store_true", help="only train the runs")
+    parser.add_argument("--picture", type=Path, help="an SVG file for the last curve")
     args = parser.parse_args()
-    folder = args.folder.resolve()
+    folder, picture = args.folder.resolve(), args.picture and args.picture.resolve()
     prepare(folder)
     results = []
     for case in [case for case in CASES if args.only in case.name]:
-        if args.train:
-            trained(case, folder)
-            continue
-        results.append(examined(case, folder))
-        print(json.dumps(results[-1]), flush=True)
+        run, begin = trained(case, folder), time.monotonic()
+        found = bisect(run, window=case.window, page=Path("bisect.html"))
+        results.append(examined(case, found, time.monotonic() - begin))
+        print(results[-1], flush=True)
+    if picture is not None:
+        drawn = curve_of(found).replace("<svg", "<svg xmlns='http://www.w3.org/2000/svg'", 1)
+        for name, colour in COLOURS.items():
+            drawn = drawn.replace(name, colour)
+        picture.write_text(drawn + "\n")
     faulty = [one for one in results if one["onset"] is not None]
     sound = [one for one in results if one["onset"] is None]
     told = {
         "runs": len(faulty),
-        "iteration_right": sum(bool(one["iteration_right"]) for one in faulty),
-        "cause_right": sum(bool(one["cause_right"]) for one in faulty),
+        "iteration_right": sum(one["iteration_right"] for one in faulty),
+        "cause_right": sum(one["cause_right"] for one in faulty),
         "sound_runs": len(sound),
         "false_findings": sum(one["iteration"] is not None for one in sound),
     }
-    print(json.dumps(told))
-    return 0
+    if args.save:
+        write_block(ROOT / "docs" / "bisect.md", "bisect", table(results))
+    report("bisect", told | {"cases": results}, args.save)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -73,16 +73,21 @@ def beyond_noise(found: Comparison, pairs: int = 1) -> bool:
 
 
 def stands_out(curve: Curve, window: Window, times: float) -> bool:
-    """Return True if a drop is more than so many times the spread of the curve's other steps.
+    """Return True if a drop is more than so many times the spread of the curve's earlier steps.
 
     Training is noisy itself: a policy that fluctuates has real drops without a cause. The spread is
-    a robust one, 1.4826 times the median size of the steps outside of the window; fewer than four
-    tell none.
+    a robust one, 1.4826 times the median size of the steps before the window, or also of those
+    after it if there are fewer than four; so few in all tell none.
     """
-    steps = [abs(curve[b] - curve[a]) for a, b in pairwise(sorted(curve))
-             if b <= window.good or a >= window.bad]  # fmt: skip
+    pairs = list(pairwise(sorted(curve)))
+    steps = [abs(curve[b] - curve[a]) for a, b in pairs if b <= window.good]
+    if len(steps) < _STEPS:
+        steps += [abs(curve[b] - curve[a]) for a, b in pairs if a >= window.bad]
     drop = curve[window.good] - curve[window.bad]
-    return len(steps) >= 4 and drop > times * 1.4826 * median(steps)
+    return len(steps) >= _STEPS and drop > times * 1.4826 * median(steps)
+
+
+_STEPS = 4
 
 
 def cost_of(window: Window, rows: Mapping[int, Mapping[str, float]], seconds: float) -> str:

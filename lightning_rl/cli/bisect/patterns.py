@@ -6,7 +6,7 @@ from functools import partial
 from math import sqrt
 from statistics import fmean, pstdev
 
-from lightning_rl.cli.bisect.suspicion import CALM, Batches, Cause, Suspicion, named
+from lightning_rl.cli.bisect.suspicion import CALM, Batches, Cause, Suspicion, answer_of, named
 from lightning_rl.cli.rerun.retraining import Seen
 from lightning_rl.rollout import Rollout, as_text
 
@@ -25,6 +25,9 @@ def pattern(batches: Batches, first: int) -> Suspicion | None:
             last += 1
             pooled += told[last]  # which shows more of what is paid
             paid |= _paid(before, pooled, _Z_AMONG, _LEAST_AMONG)
+        newly = _newly_paid(batches, onset, last)
+        if sum(_shows(set(paid), seen) for seen in newly) < _PURE * len(newly):
+            continue  # something else is paid, too
         ids = named(batches, (onset, last), partial(_shows, set(paid)))
         shown = " or ".join(sorted(paid, key=lambda feature: -paid[feature])[:4])
         text = f"answers that {shown} earn {max(paid.values()):.2g} more than just before"
@@ -34,6 +37,18 @@ def pattern(batches: Batches, first: int) -> Suspicion | None:
 
 def _shows(paid: set[str], seen: Seen) -> bool:
     return bool(features(seen.rollout) & paid)
+
+
+def _newly_paid(batches: Batches, onset: int, last: int) -> list[Seen]:
+    """Return the rollouts that earn the most, but for answers that did so before the onset."""
+
+    def best(own: Sequence[Seen]) -> list[Seen]:
+        most = max(seen.reward for seen in own)
+        return [seen for seen in own if seen.reward == most]
+
+    before = {answer_of(seen) for v, own in batches.items() if v < onset for seen in best(own)}
+    after = (seen for v in range(onset, last + 1) for seen in best(batches[v]))
+    return [seen for seen in after if answer_of(seen) not in before]
 
 
 _Told = Sequence[tuple[set[str], float]]

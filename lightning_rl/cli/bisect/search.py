@@ -18,7 +18,7 @@ from lightning_rl.collect.estimates import Comparison
 from lightning_rl.data.rollouts.log import Outcome
 
 PAIRED, UNPAIRED = 2.0, 4.0
-"""Least drop that is looked for, in spreads of a curve's other steps: where it is also compared
+"""Least drop that is looked for, in spreads of a curve's earlier steps: where it is also compared
 prompt by prompt, and where it is not.
 """
 RECOVERED = 0.5

@@ -9,18 +9,28 @@ from functools import partial
 from statistics import fmean
 
 from lightning_rl.cli.bisect.patterns import pattern
-from lightning_rl.cli.bisect.suspicion import CALM, Batches, Cause, Suspicion, named, span
+from lightning_rl.cli.bisect.suspicion import (
+    CALM,
+    Batches,
+    Cause,
+    Suspicion,
+    answer_of,
+    named,
+    span,
+)
 from lightning_rl.cli.rerun.retraining import Seen
-from lightning_rl.rollout import as_text
 
 
 def suspicions(
     batches: Batches, rows: Mapping[int, Mapping[str, float]], first: int
 ) -> list[Suspicion]:
-    """Return what is suspect in iterations from ``first`` on, the most specific first."""
-    found = [rate(rows, first, max(batches)), credit(batches, first), outlier(batches, first)]
-    found += [pattern(batches, first), out_of_range(batches, first), new_set(batches, first)]
-    found += [contradictions(batches, first), stale(batches, first), gap(batches, first)]
+    """Return what is suspect in iterations from ``first`` on, in the order to try it.
+
+    Wrong rewards make outliers, and old weights gaps, so these come after their causes.
+    """
+    found = [rate(rows, first, max(batches))]
+    signs = (credit, out_of_range, pattern, new_set, contradictions, outlier, stale, gap)
+    found += [sign(batches, first) for sign in signs]
     known = [one for one in found if one is not None]
     spans = {(one.onset, one.last) for one in known if one.cause is Cause.STALE}
     return [
@@ -129,13 +139,13 @@ def contradictions(batches: Batches, first: int) -> Suspicion | None:
     shares: dict[int, float] = {}
     contrary: dict[int, list[Seen]] = {}
     for number in sorted(batches):
-        seen = [s for s in batches[number] if _answer(s) in known]
-        contrary[number] = [s for s in seen if s.reward not in known[_answer(s)]]
+        seen = [s for s in batches[number] if answer_of(s) in known]
+        contrary[number] = [s for s in seen if s.reward not in known[answer_of(s)]]
         shares[number] = len(contrary[number]) / len(seen) if len(seen) >= _KNOWN else 0.0
         found = span(shares, lambda before: max(0.1, 3 * max(before)), first)
         if found is None:  # the fault's own rewards are not what others are compared with
             for s in batches[number]:
-                known[_answer(s)].add(s.reward)
+                known[answer_of(s)].add(s.reward)
     if found is None:
         return None
     sets = {s.rollout.prompt.set for s in contrary[found[0]]}
@@ -156,10 +166,6 @@ _KNOWN = 4
 def _of_set(batches: Batches, found: tuple[int, int], name: str, text: str) -> Suspicion:
     ids = named(batches, found, lambda s: s.rollout.prompt.set == name)
     return Suspicion(Cause.SET, *found, f"prompt set {name!r}: {text}", ids)
-
-
-def _answer(seen: Seen) -> tuple[str, str]:
-    return seen.rollout.prompt.key, as_text(seen.rollout.completion)
 
 
 def stale(batches: Batches, first: int) -> Suspicion | None:

@@ -6,6 +6,7 @@ from enum import Enum
 from math import inf
 
 from lightning_rl.cli.rerun.retraining import Seen
+from lightning_rl.rollout import as_text
 
 CALM = 3
 """Iterations without it that a signature needs before its onset."""
@@ -68,3 +69,8 @@ def named(
 ) -> tuple[str, ...]:
     within = (seen for v in range(found[0], found[1] + 1) for seen in batches.get(v, ()))
     return tuple(seen.rollout.id for seen in within if shows(seen))
+
+
+def answer_of(seen: Seen) -> tuple[str, str]:
+    """Return the prompt and the answer of a rollout."""
+    return seen.rollout.prompt.key, as_text(seen.rollout.completion)

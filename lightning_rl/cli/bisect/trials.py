@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tensordict import TensorDict
 
+from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.retraining import Retrained, Seen, retrain
@@ -53,8 +55,11 @@ class Trials:
     def changed(
         self, version: int, first: int, change: RerunChange, observers: Sequence[Callback] = ()
     ) -> dict[str, float]:
-        """Return the same of a version that was made with a change from iteration ``first`` on."""
-        return self._scores(version, first - 1, change, observers)
+        """Return the same of a version that was made with a change from iteration ``first`` on.
+
+        Updates for which nothing with an advantage is left are not made.
+        """
+        return self._scores(version, first - 1, change, [SkipIdle(), *observers])
 
     def batches(self, first: int, last: int) -> tuple[dict[int, list[Seen]], Retrained]:
         """Return what the iterations were trained on, as the updates see it when made again."""
@@ -81,6 +86,19 @@ class Trials:
                 f"the budget of {self.seconds:.0f} s is spent, after {self.count} evaluations; "
                 "raise --budget, or narrow the search by --good and --bad"
             )
+
+
+class SkipIdle(RLCallback):
+    """Skips updates without any advantage, in which the optimizer's momentum alone would act."""
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> Decision:
+        tokens = batch["tokens"]
+        idle = not bool(tokens["advantages"][tokens["loss_mask"]].any())
+        if idle:
+            self.module_of(trainer.lightning_module).record({"policy/skipped_share": 1.0})
+        return Decision(skip=idle)
 
 
 class RateCap(RLCallback):
