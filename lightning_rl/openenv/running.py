@@ -80,7 +80,7 @@ class Running:
                 if not isinstance(schema, dict):
                     raise TypeError(f"action={schema!r:.80} is no schema")
                 return schema
-        except (aiohttp.ClientError, OSError, TimeoutError, LookupError, TypeError) as error:
+        except (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError) as error:
             raise self.unreachable(url, error) from error
 
     def unreachable(self, url: str, error: BaseException) -> ServerLost:

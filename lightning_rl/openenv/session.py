@@ -65,7 +65,7 @@ class Session:
 
     @classmethod
     @asynccontextmanager
-    async def of(cls, server: OpenEnvServer) -> "AsyncIterator[Session]":
+    async def of(cls, server: OpenEnvServer) -> AsyncIterator["Session"]:
         """Wait for a place at the server, and hold it with a session."""
         async with (used := running(server).here()).places:
             session = cls(server, used)
@@ -153,7 +153,7 @@ class Session:
         self._said = asyncio.Queue()
         try:
             self._socket = await self._client.ws_connect(url, max_msg_size=_LARGEST)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             await self.close()
             raise self._running.unreachable(url, error) from error
         # Somebody must read, or the server's pings stay unanswered while the model writes.
@@ -164,7 +164,7 @@ class Session:
         socket, client, reading = self._socket, self._client, self._reading
         self._socket = self._client = self._reading = None
         if socket is not None and reading is not None:
-            with suppress(aiohttp.ClientError, OSError, TimeoutError):
+            with suppress(aiohttp.ClientError, OSError):
                 async with asyncio.timeout(_CLOSE_S):
                     await socket.send_json({"type": "close"})
                     await reading  # until the server has freed the session's place

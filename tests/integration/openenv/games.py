@@ -31,6 +31,8 @@ class Guess(Environment):
     def reset(self, seed=None, episode_id=None, trap="", marks="", **arguments):
         if trap == "no reset":
             raise RuntimeError("no board")
+        if trap == "no text":
+            return GuessObservation(told=None)
         self.number, self.tries = random.Random(seed).randrange(10), 0
         if trap == "drifts":
             self.number = time.time_ns()
@@ -66,6 +68,10 @@ class Guess(Environment):
     @property
     def state(self):
         return State(step_count=self.tries)
+
+
+class Alone(Guess):
+    SUPPORTS_CONCURRENT_SESSIONS = False
 
 
 served = create_app(Guess, GuessAction, GuessObservation, max_concurrent_envs=2)

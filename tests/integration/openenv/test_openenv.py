@@ -119,6 +119,13 @@ def test_a_game_is_played_and_paid_by_its_environment(guess, tasks):
     assert len(rollout.rows) == 1
 
 
+def test_rows_of_another_source_need_only_the_arguments_of_reset(guess, tasks):
+    prompt = Prompt("0", "Guess.", tasks[0].token_ids, {"reset": {"seed": 0}})
+    assert run_async(play(guess, prompt, in_turn("6"))).environment_reward == 0.75
+    with pytest.raises(ConfigError, match="or of rows with a column `reset`"):
+        run_async(play(guess, Prompt("0", "Guess.", [1], {"reset": 3}), in_turn("6")))
+
+
 def test_many_play_at_once_each_in_a_session_of_its_own(guess, tasks):
     async def all_of_them() -> list[Rollout]:
         return await asyncio.gather(*(play(guess, tasks[n], Counts()) for n in range(40)))
@@ -132,10 +139,10 @@ def test_an_episode_without_end_ends_at_the_limits(guess, tasks, server):
     rollout = run_async(play(guess, tasks[0], in_turn(*["5"] * 10)))
     assert (rollout.status, rollout.finish_reason) == (RolloutStatus.COMPLETED, "max_turns")
     assert rollout.environment_reward == -2.5
-    hurried = configured(server, max_seconds=1.0)
+    hurried = configured(server, max_seconds=3.0)
     rollout = run_async(play(hurried, trapped(tasks[0], "hangs"), in_turn("5", "7")))
     assert (rollout.status, rollout.finish_reason) == (RolloutStatus.COMPLETED, "max_seconds")
-    assert rollout.environment_reward == -0.25
+    assert rollout.environment_reward in (-0.25, 0.0)  # the first turn may not fit in
 
 
 @pytest.mark.parametrize("trap", ["raises", "dies"])
@@ -178,7 +185,11 @@ def test_an_environment_that_does_not_depend_on_its_seed_is_told(guess, server, 
     rollout = run_async(play(guess, drifts, in_turn("5")))
     assert rollout.status is RolloutStatus.FAILED
     assert "but with '0 to 9?' when the prompts were loaded" in rollout.error
-    for trap, why in (("no reset", "raised: no board"), ("over", "ends at once")):
+    for trap, why in (
+        ("no reset", "raised: no board"),
+        ("no text", "told: Input should be a valid string"),
+        ("over", "ends at once"),
+    ):
         with pytest.raises(DataError, match=rf"reset with .*'seed': 0.* .*{why}"):
             tasks_of(server, tasks=[{"trap": trap}])
 
@@ -273,7 +284,7 @@ def test_the_template_of_the_package_is_played_by_a_command(tmp_path):
     made = [str(PYTHON / "bin/openenv"), "init", "parrot", "--output-dir", str(tmp_path)]
     subprocess.run(made, check=True, capture_output=True, env={**os.environ, "CI": "true"})
     command = [str(PYTHON / "bin/uvicorn"), "parrot.server.app:app", "--port", "{port}"]
-    command += ["--ws-ping-interval", "0.2", "--ws-ping-timeout", "0.2"]
+    command += ["--ws-ping-interval", "0.5", "--ws-ping-timeout", "0.5"]
     parrot = OpenEnvServer(
         command=command,
         env={"PYTHONPATH": str(tmp_path)},
@@ -286,7 +297,7 @@ def test_the_template_of_the_package_is_played_by_a_command(tmp_path):
         """Writes for so long that the server would give up an answer to its pings."""
 
         async def generate(self, token_ids, sampling, seed):
-            await asyncio.sleep(1)
+            await asyncio.sleep(1.5)
             return await super().generate(token_ids, sampling, seed)
 
     async def both() -> list[Rollout]:
@@ -332,6 +343,8 @@ def test_a_run_does_not_begin_without_its_server(games):
             begin(nowhere)
     with pytest.raises(ConfigError, match=r"did not start; it ended with .* 1.*no_such"):
         configured(served(games, "no_such:Game"))
+    with pytest.raises(ConfigError, match=r"SUPPORTS_CONCURRENT_SESSIONS is False: set sessions"):
+        configured(served(games, "oe_guess:Alone"))
     with pytest.raises(ConfigError, match=r"did not answer within start_seconds=0\.1"):
         configured(served(games, sessions=5, start_seconds=0.1))
     choose = served(games, "oe_junk:app", action_field="texts")
