@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kill.runs import GROUPS, ITERATIONS
 
-TIMES = ("time/", "cpu_s", "sync/seconds", "rollout/tokens_per_s")
+TIMES = ("time/", "cpu_s", "wall_s", "sync/seconds", "rollout/tokens_per_s")
 
 
 def run_directory(out: Path) -> Path:
