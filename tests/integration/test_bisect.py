@@ -1,5 +1,6 @@
 """Test bisections of real runs: faults of use in one message each, a planted fault, a sound run."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -90,12 +91,12 @@ def of(name: str, folder: Path, monkeypatch) -> Path:
 @pytest.mark.slow
 def test_a_planted_fault_is_found_also_where_the_record_is_not_reproduced(folder, monkeypatch):
     run = of("ten-9", folder, monkeypatch)
-    lines = RerunLog(run).path / "versions.jsonl"
-    other = [
-        line.replace('"policy/loss": ', '"policy/loss": 1') if '"version": 9,' in line else line
-        for line in lines.read_text().splitlines(keepends=True)
-    ]
-    lines.write_text("".join(other))
+    file = RerunLog(run).path / "versions.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["version"] == 9 and "policy/loss" in row["metrics"]:
+            row["metrics"]["policy/loss"] += 1.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     verdict = bisect(run)
     assert abs(verdict.iteration - 9) <= 1
     assert verdict.suspicion.cause is Cause.RANGE
