@@ -54,6 +54,12 @@ def test_versions_that_do_not_differ_have_nothing_to_be_found(run, tmp_path, cap
     assert "up to 3 evaluations" in said.err
 
 
+def test_nothing_begins_after_the_budget(run):
+    spent = bisect(run, window=(2, 4), seconds=0.0)
+    assert spent.iteration is None
+    assert spent.notes[0].startswith("the budget of 0 s is spent, after 0 evaluations")
+
+
 def test_faults_of_use_are_one_message_each(run, tmp_path, capsys):
     page = ["--page", str(tmp_path / "page.html")]
     assert main(["bisect", str(run), "--metric", "eval/acuracy", *page]) == 2
@@ -104,12 +110,3 @@ def test_a_planted_fault_is_found_also_where_the_record_is_not_reproduced(folder
     ends = {seen.rollout.completion[-1:] for seen in verdict.suspects}
     assert ends <= set("01234")  # which the judge gave 10
     assert verdict.recovered.low > 0
-
-
-@pytest.mark.slow
-def test_nothing_is_found_in_a_sound_run_and_nothing_after_the_budget(folder, monkeypatch):
-    run = of("sound-4", folder, monkeypatch)
-    assert bisect(run).iteration is None
-    spent = bisect(run, window=(2, 10), seconds=0.0)
-    assert spent.iteration is None
-    assert spent.notes[0].startswith("the budget of 0 s is spent, after 0 evaluations")
