@@ -1,11 +1,12 @@
 """Bisect runs with a planted fault, and sound ones with a noisy curve.
 
-    python -m benchmarks.bisect [--only WORD] [--folder DIR] [--picture FILE] [--save]
+    python -m benchmarks.bisect [--only WORD] [--folder DIR] [--seed N] [--picture FILE] [--save]
 
 An iteration is right if it is that of the fault, or one beside it; a cause, if it is the fault's.
 A sound run in which anything is found is a false finding. Runs are trained into the folder, and
-kept there. ``--picture`` writes the curve of the last case; ``--save`` also writes the table of
-docs/bisect.md. The last line is JSON.
+kept there. ``--seed`` is added to their seeds, which gives runs on which no bound was chosen.
+``--picture`` writes the curve of the last case; ``--save`` also writes the table of docs/bisect.md.
+The last line is JSON.
 """
 
 import os
@@ -25,14 +26,22 @@ ROOT = Path(__file__).parents[2]
 COLOURS = {"var(--accent)": "#4457d6", "var(--bad)": "#c8102e", "var(--good)": "#16794c"}
 
 
-def trained(case: Case, folder: Path) -> Path:
-    """Return the run directory of a case, which is trained unless it was."""
+def trained(case: Case, folder: Path, seed: int = 0) -> Path:
+    """Return the run directory of a case, which is trained unless it was.
+
+    Args:
+        case: the case.
+        folder: for the runs of all cases.
+        seed: is added to that of the case.
+    """
     here = folder / case.name
     run = here / "runs" / "version_0"
     os.makedirs(here, exist_ok=True)
     os.chdir(here)
     if not (run / "summary.json").exists():
-        write_config(here / "config.yaml", case.make(folder))
+        config = case.make(folder)
+        config["seed_everything"] += seed
+        write_config(here / "config.yaml", config)
         if lightning_rl(["fit", "--config", "config.yaml"]) != 0:
             raise RuntimeError(f"{case.name} could not be trained")
     return run
@@ -67,13 +76,14 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--folder", type=Path, default=Path("runs/bisect"), help="for the runs")
+    parser.add_argument("--seed", type=int, default=0, help="is added to the seed of each run")
     parser.add_argument("--picture", type=Path, help="an SVG file for the last curve")
     args = parser.parse_args()
     folder, picture = args.folder.resolve(), args.picture and args.picture.resolve()
     prepare(folder)
     results = []
     for case in [case for case in CASES if args.only in case.name]:
-        run, begin = trained(case, folder), time.monotonic()
+        run, begin = trained(case, folder, args.seed), time.monotonic()
         found = bisect(run, window=case.window, page=Path("bisect.html"))
         results.append(examined(case, found, time.monotonic() - begin))
         print(results[-1], flush=True)
