@@ -130,7 +130,8 @@ def stopped_while_starting() -> Iterator[None]:
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _before_start.update((n, signal.signal(n, _stop_starting)) for n in SIGNALS)
-    threading.Thread(target=_end_if_unheard, args=(reader,), daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_end_if_unheard, args=(reader, over), daemon=True).start()
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -138,6 +139,7 @@ def stopped_while_starting() -> Iterator[None]:
             raise _stop from None
         raise
     finally:
+        over.set()
         _stop = None
         while _before_start:
             signal.signal(*_before_start.popitem())
@@ -145,11 +147,14 @@ def stopped_while_starting() -> Iterator[None]:
         os.close(writer)
 
 
-def _end_if_unheard(reader: int) -> None:
-    """In a thread: read signal numbers until the other end of the pipe is closed."""
+def _end_if_unheard(reader: int, over: threading.Event) -> None:
+    """In a thread: read signal numbers until the other end of the pipe is closed.
+
+    ``over`` is set when this start ends: a later one of the same process has the same handler.
+    """
     while number := os.read(reader, 1):
-        time.sleep(_HEARD_S)
-        if signal.getsignal(number[0]) is _stop_starting:  # it would be another, had it run
+        heard = over.wait(_HEARD_S)
+        if not heard and signal.getsignal(number[0]) is _stop_starting:
             os.write(2, f"lightning-rl: run interrupted: {_while_starting(number[0])}\n".encode())
             os._exit(128 + number[0])
     os.close(reader)
