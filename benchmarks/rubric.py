@@ -29,7 +29,7 @@ from lightning_rl.rollout import Prompt, Rollout, RolloutStatus
 PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
 SIZE = 4
 WORTH = 5
-"""What every ranked answer is worth: none is better than another."""
+"""The worth of every ranked answer: none is better than another."""
 CRITERIA = [
     Criterion("holds if it has source", weight=2.0, name="source"),
     Criterion("holds if it has step 4 times", most=4, name="steps"),

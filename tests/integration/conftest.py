@@ -15,6 +15,7 @@ from lightning_rl.envs.collector import EnvCollector
 from lightning_rl.envs.collectors import collector_of
 from lightning_rl.envs.maker import EnvMaker
 from tests.support.bad_configs import furnish
+from tests.support.browser import browser
 from tests.support.ranks import Together
 from tests.support.ranks_checks import command
 from tests.support.recorded_run import finished, place, stand_in, there
@@ -23,6 +24,7 @@ from tests.support.signalled import FIT, configure
 
 __all__ = [
     "actors",
+    "browser",
     "cluster",
     "finished",
     "place",

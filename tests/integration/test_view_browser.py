@@ -3,8 +3,6 @@
 ``make browser`` installs one; the tests are skipped where there is none.
 """
 
-from collections.abc import Iterator
-
 import pytest
 from PIL import Image
 
@@ -15,19 +13,10 @@ from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.rollout import Placed, Prompt, Rollout, RolloutStatus, Row
 from lightning_rl.vision.limits import PictureLimits
 from lightning_rl.vision.loading import load_picture
-from tests.support.browser import find_browser, launched, wait_until
+from tests.support.browser import wait_until
 from tests.support.planted_run import HOSTILE, PLACES, PLANTED, good_rollout, write_run
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["playwright.Browser"]:
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium: run `make browser`, or set CHROMIUM to one")
-    with launched(path) as chromium:
-        yield chromium
+pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,11 @@ import yaml
 
 from lightning_rl.cli.view.server import PageServer
 from tests.support.bad_configs import CONFIG, furnish
-from tests.support.browser import find_browser, launched, wait_until
+from tests.support.browser import wait_until
 from tests.support.planted_run import HOSTILE, good_rollout
 from tests.support.serving import serving
 
-playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator["playwright.Browser"]:
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium: run `make browser`, or set CHROMIUM to one")
-    with launched(path) as chromium:
-        yield chromium
+pytest.importorskip("playwright.sync_api", reason="no playwright: run `make browser`")
 
 
 @pytest.fixture

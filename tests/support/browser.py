@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -28,6 +30,16 @@ def launched(path: str) -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Provide a browser for the tests of a file, which are skipped without one."""
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium: run `make browser`, or set CHROMIUM to one")
+    with launched(path) as chromium:
+        yield chromium
 
 
 def wait_until(page: Any, expression: str, seconds: float = 60) -> None:

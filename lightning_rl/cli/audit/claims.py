@@ -29,7 +29,7 @@ from lightning_rl.run.files.strict_json import dumps
 
 SUMMARY = "summary.json"
 OWN = ("iteration", "wall_s", "cpu_s")
-"""What ``RunReport`` adds to the metrics of a row."""
+"""The columns that ``RunReport`` adds to the metrics of a row."""
 
 
 def contradiction(claimed: Any, real: Any, source: str, field: str = "") -> str | None:

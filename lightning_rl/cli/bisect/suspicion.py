@@ -1,4 +1,4 @@
-"""What a signature looks at, and what it suspects."""
+"""Suspicions: causes that may have begun with an iteration, and the batches that show them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Cause(Enum):
 
 
 Batches = Mapping[int, Sequence[Seen]]
-"""What each iteration was trained on."""
+"""The rollouts of each iteration, as its update saw them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a comparison asks of its runs: the last value of a metric, or the seconds until a target."""
+"""Questions of a comparison to its runs: a metric's last value, or the seconds until a target."""
 
 import json
 import math
@@ -70,7 +70,7 @@ class FinalValue:
 
     @property
     def difference_is(self) -> str:
-        """What a difference is, in words."""
+        """The quantity of which a difference is one, in words."""
         return f"difference of {self.metric}"
 
     def summed_up(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a comparison found: a table, verdicts in words, a picture, a page and a JSON file."""
+"""The report of a comparison: a table, verdicts in words, a picture, a page and a JSON file."""
 
 import math
 from collections.abc import Iterator

@@ -35,7 +35,7 @@ _OF_ROLLOUTS = (
 
 
 class Symptom(ABC):
-    """What is wrong with an update; ``text`` says it."""
+    """A fault that an update shows; ``text`` describes it."""
 
     text: str
     needs_layers = False
