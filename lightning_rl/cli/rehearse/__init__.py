@@ -149,13 +149,13 @@ def rehearse(
             kinds.setdefault(finding.key, set()).add(finding.kind)
             yield finding
 
-    known = None if prices is None else Prices(*prices)
-    yield from noted(predict(cli, tree, world_size(tree), card_gb, known))
+    known, paid = None if prices is None else Prices(*prices), list[str]()
+    yield from noted(predict(cli, tree, world_size(tree), card_gb, known, paid))
     rollouts = isinstance(cli.model, RolloutModule)
     if rollouts and isinstance(data, RLDataModule):
         sound = kinds.get("data.rewards", set()) <= {Kind.TRIED}
-        tokenizer = data.load_tokenizer(cli.model)
-        yield from noted(compare_with_another_process(data, tokenizer, planned, options, sound))
+        said = paid if sound else []
+        yield from noted(compare_with_another_process(data, said, planned, options))
     evaluates = not isinstance(data, CollectingDataModule) or data.evaluates
     if not run or any(Kind.FAILS in found for found in kinds.values()):
         return

@@ -10,7 +10,6 @@ from hashlib import sha256
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from lightning_rl.cli.check.command import Built, connect
 from lightning_rl.cli.check.reward_trial import try_rewards
@@ -28,20 +27,18 @@ _ADVICE = {
 }
 
 
-def seen_here(data: RLDataModule, tokenizer: Any, rewards: bool) -> dict[str, list[str]]:
+def seen_here(data: RLDataModule, paid: list[str]) -> dict[str, list[str]]:
     """Return what this process reads, in order, by the key of the configuration.
 
     Args:
         data: with its prompts loaded.
-        tokenizer: the policy's.
-        rewards: whether to try the rewards, too.
+        paid: lines on what the rewards paid here; empty to leave them out.
     """
     held_out = [] if data.evaluation is None else [g[0].prompt for g in data.held_out.groups()]
-    paid = try_rewards(data, tokenizer) if rewards else ()
     return {
         "data.train_prompts": [_digest(prompt) for _, prompt in data.train_prompts.numbered()],
         "data.evaluation.prompts": list(map(_digest, held_out)),
-        "data.rewards": [line for verdict in paid for line in verdict.lines],
+        "data.rewards": paid,
     }
 
 
@@ -55,28 +52,28 @@ def send_seen(connection: Connection, rewards: str, *arguments: str) -> None:
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         cli = Built(list(arguments), scratch)
         connect(cli)
-        cli.datamodule.load_prompts("fit")
-        tokenizer = cli.datamodule.load_tokenizer(cli.model)
-        connection.send(seen_here(cli.datamodule, tokenizer, bool(rewards)))
+        data = cli.datamodule
+        data.load_prompts("fit")
+        tried = try_rewards(data, data.load_tokenizer(cli.model)) if rewards else ()
+        connection.send(seen_here(data, [line for verdict in tried for line in verdict.lines]))
 
 
 def compare_with_another_process(
-    data: RLDataModule, tokenizer: Any, planned: Path, options: Sequence[str], rewards: bool
+    data: RLDataModule, paid: list[str], planned: Path, options: Sequence[str]
 ) -> Iterator[Finding]:
     """Yield what another process sees differently.
 
     Args:
         data: this process's, with its prompts loaded.
-        tokenizer: the policy's.
+        paid: lines on what the rewards paid here; empty to leave them out.
         planned: the file of the configuration by which ``data`` was built.
         options: further options of the command line, such as ``--trusted_only``.
-        rewards: whether to try the rewards, too.
     """
     env = {**os.environ, _SEED: "1" if os.environ.get(_SEED) != "1" else "2"}
     arguments = ["--config", str(planned), *options]
-    child = PythonChild(send_seen, "yes" if rewards else "", *arguments, env=env, log=True)
+    child = PythonChild(send_seen, "yes" if paid else "", *arguments, env=env, log=True)
     try:
-        here = seen_here(data, tokenizer, rewards)
+        here = seen_here(data, paid)
         there = child.connection.recv() if child.connection.poll(_TIMEOUT_S) else None
     except EOFError:
         there = None
@@ -87,7 +84,7 @@ def compare_with_another_process(
         yield Finding(Kind.UNTRIED, "data", f"what another process reads: it gave no answer{said}")
         return
     if here == there:
-        what = "prompts and rewards" if rewards else "prompts"
+        what = "prompts and rewards" if paid else "prompts"
         yield Finding(Kind.TRIED, "", f"another process, which sees the same {what}")
     for key, ours in here.items():
         if ours == there[key]:

@@ -40,7 +40,12 @@ _SHARE = 0.1
 
 
 def predict(
-    cli: Built, tree: Tree, gpus: int, card_gb: float | None, prices: Prices | None
+    cli: Built,
+    tree: Tree,
+    gpus: int,
+    card_gb: float | None,
+    prices: Prices | None,
+    paid: list[str],
 ) -> Iterator[Finding]:
     """Yield what can be said of a run without running it.
 
@@ -50,6 +55,7 @@ def predict(
         gpus: the number of its training processes.
         card_gb: GiB of memory of each GPU; None: the memory is not planned.
         prices: of a million tokens of a judge; None: unknown.
+        paid: gets lines of text on what the rewards paid, as :func:`try_rewards` says them.
 
     Raises:
         ConfigError: for a mistake that ``fit`` would refuse.
@@ -71,7 +77,7 @@ def predict(
     yield from _sampling(data)
     yield from _window(module, data, train)
     tokenizer = data.load_tokenizer(module)
-    yield from _rewards(data, tokenizer)
+    yield from _rewards(data, tokenizer, paid)
     # Of one epoch if the run has no end.
     iterations = planned_iterations(cli.trainer, data) or data.iterations_per_epoch
     for task in data.train_tasks:
@@ -193,8 +199,9 @@ def _window(module: Any, data: RLDataModule, train: Sequence[Prompt]) -> Iterato
             )
 
 
-def _rewards(data: RLDataModule, tokenizer: Any) -> Iterator[Finding]:
+def _rewards(data: RLDataModule, tokenizer: Any, paid: list[str]) -> Iterator[Finding]:
     for verdict in try_rewards(data, tokenizer):
+        paid += verdict.lines
         yield from (_fails("data.rewards", one_line(fault, 400)) for fault in verdict.faults)
         if verdict.seconds > _SLOW_S:
             yield _wastes(
