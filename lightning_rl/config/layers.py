@@ -5,6 +5,7 @@ Also as flat tables of the keys that a run was configured with, and how two such
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -201,7 +202,7 @@ def flatten(tree: Any, key: str = "") -> Table:
     class name.
     """
     if isinstance(tree, Mapping) and "class_path" in tree:
-        arguments = tree.get("init_args") or {}
+        arguments = (tree.get("init_args") or {}) | (tree.get("dict_kwargs") or {})
         return {key: _class_name(str(tree["class_path"]))} | flatten(arguments, key)
     if isinstance(tree, Mapping):
         inner = [flatten(value, f"{key}.{name}".lstrip(".")) for name, value in tree.items()]
@@ -216,25 +217,56 @@ def flatten(tree: Any, key: str = "") -> Table:
     return {key: list(tree) if isinstance(tree, list | tuple) else tree}
 
 
-def differences(then: Table, now: Table) -> list[Change]:
-    """Return keys of both whose values differ, without those below such a key; also callbacks of
-    one.
+def differences(then: Table, now: Table, shared: bool = False) -> list[Change]:
+    """Return keys whose values differ, without those below such a key.
 
-    Other keys that only one of them has belong to another release. Values with the same text are
-    equal: Lightning keeps ``--trainer.devices 1`` as text, but ``devices: 1`` of a file as a
-    number.
+    Values with the same text are equal: Lightning keeps ``--trainer.devices 1`` as text, but
+    ``devices: 1`` of a file as a number.
+
+    Args:
+        then: a table.
+        now: another.
+        shared: leave out keys that only one of them has, but for callbacks.
     """
     changes: list[Change] = []
     for key in dict.fromkeys([*then, *now]):
         old, new = _value(then, key), _value(now, key)
         callback = key.startswith("trainer.callbacks.") and key.count(".") == 2
         same = old == new or str(old) == str(new)
-        if same or (_UNKNOWN in (old, new) and not callback):
+        if same or (shared and _UNKNOWN in (old, new) and not callback):
             continue
         if not any(key.startswith(f"{change.key}.") for change in changes):
             values = (None if value is _UNKNOWN else value for value in (old, new))
             changes.append(Change(key, *values))
     return changes
+
+
+def with_defaults(then: Table, now: Table) -> Table:
+    """Return ``then`` with the defaults of arguments that only ``now`` has, of a later release."""
+    found = {key: _default_of(key, now) for key in now.keys() - then.keys()}
+    return {key: value for key, value in found.items() if value is not _UNKNOWN} | then
+
+
+def _default_of(key: str, table: Table) -> Any:
+    owner, _, name = key.rpartition(".")
+    given = _argument(owner, name, table)
+    if given is None or given.default is inspect.Parameter.empty:
+        return _UNKNOWN
+    return flatten(_described(given.default), key).get(key, _UNKNOWN)
+
+
+def _argument(owner: str, name: str, table: Table) -> Any:
+    """Return what the class, or class of settings, at a key tells of an argument; or None."""
+    from lightning_rl.config.hints import classes, import_object, parameters
+    from lightning_rl.config.names import MODULE_OF, public
+
+    kinds: list[type] = []
+    if isinstance(named := table.get(owner), str):
+        with suppress(ConfigError):  # a class that only its own script can import
+            kinds = [public(named) if named in MODULE_OF else import_object(named)]
+    elif owner and (given := _argument(*owner.rpartition(".")[::2], table)) is not None:
+        kinds = classes(given.annotation)
+    return parameters(kinds[0]).get(name) if kinds else None
 
 
 def _value(table: Table, key: str) -> Any:
@@ -292,7 +324,9 @@ def _described(value: Any, depth: int = 0) -> Any:
         items = [_described(item, depth + 1) for item in value[:100]]
         return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
     if isinstance(value, Mapping):
-        return _UNKNOWN
+        inner = {name: _described(one, depth + 1) for name, one in value.items()}
+        plain = all(isinstance(name, str) for name in inner) and _UNKNOWN not in inner.values()
+        return inner if plain else _UNKNOWN
     if inspect.isroutine(value) or inspect.isclass(value):
         return f"{value.__module__}.{value.__qualname__}"
     import torch

@@ -54,7 +54,9 @@ class PromptEncoder:
         if backend is None:
             return None
         variables = getattr(self.tokenizer.apply_chat_template, "keywords", {})
-        identity = [backend.to_str(), self.tokenizer.chat_template, variables, self.chat_options]
+        # Templates write special tokens by their roles, which the backend does not know.
+        told = [self.tokenizer.special_tokens_map, self.tokenizer.chat_template, variables]
+        identity = [backend.to_str(), *told, self.chat_options]
         return hashlib.blake2b(
             json.dumps(identity, sort_keys=True, default=repr).encode()
         ).hexdigest()

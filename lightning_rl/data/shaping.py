@@ -20,8 +20,10 @@ Where = Callable[[], str]
 """Returns the location of a row, for an error message."""
 KEPT_FROM = 10_000
 """Results about rows are cached beside the data from this many rows on; fewer are read quickly."""
-_FORM = 3
-"""Increased with each change of what rows become, so that results cached before are not used."""
+_FORM = 4
+"""Increased with each change of what rows or their texts become, so that no result cached before it
+is used.
+"""
 _JINJA = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.frozen_base import adapted
+from lightning_rl.learn.frozen_base import left_out
 from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -90,8 +90,8 @@ class RolloutModule(RecordingModule):
 
     def checkpointed_parameters(self) -> list[Parameter]:
         """Return the parameters that checkpoints hold: all but the frozen base of a LoRA."""
-        of_adapted = {p for policy in adapted(self).values() for p in policy.lm.parameters()}
-        return [p for p in self.parameters() if p.requires_grad or p not in of_adapted]
+        base = set(left_out(self).values())
+        return [parameter for parameter in self.parameters() if parameter not in base]
 
     @property
     def role_versions(self) -> dict[str, int]:

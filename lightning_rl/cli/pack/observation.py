@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
 
+from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.pack.archive import ABOUT
@@ -167,6 +168,21 @@ class Observer(RLCallback):
     ) -> None:
         now = {name: full_tensor(p.detach()) for name, p in _trained(pl_module)}
         self.seen.changes = _norms({name: now[name] - was for name, was in self._before.items()})
+
+
+class Beginning(RLCallback):
+    """Keeps the checkpoint with which training begins at ``version``, and makes no update then."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+    def on_update_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
+    ) -> Decision:
+        return Decision(skip=self.policy_module_of(pl_module).present_iteration > self.version)
 
 
 def _trained(module: LightningModule) -> list[tuple[str, Any]]:

@@ -136,16 +136,23 @@ _NOT_READ = (
 
 
 def _checkpoint(run: Any, version: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of a version: as it was kept, or else made again."""
+    """Return the checkpoint of a version: as it was kept, or made again, or as the run resumed."""
+    from lightning_rl.cli.pack.observation import Beginning
     from lightning_rl.cli.rerun.rebuild import remade
+    from lightning_rl.cli.rerun.run import KeptWeights
 
     kept = next((k for k in run.kept if k.version == version), None)
-    if kept is not None:
+    resumed = run.saved_otherwise(kept or KeptWeights(version, None))
+    if kept is not None and not resumed:
         checkpoint = kept.load()
     else:
-        with remade(run, version, version - 1) as made:
-            differs = made.diverged_at(run.log.outcomes())
-            checkpoint = made.checkpoint
+        # Only a training that begins there has the optimizer's new settings.
+        begun = Beginning(version)
+        observers, last = ([begun], version + 1) if resumed else ([], version)
+        with remade(run, last, last - 1, None, observers) as made:
+            known = {v: o for v, o in run.log.outcomes().items() if v <= version}
+            differs = made.diverged_at(known)
+            checkpoint = begun.checkpoint if resumed else made.checkpoint
         if differs is not None:
             raise DataError(
                 f"version {version} has no checkpoint, and made again from {made.kept} its weights "

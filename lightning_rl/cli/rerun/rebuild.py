@@ -3,7 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
+from lightning_rl.run.files.checkpoint_io import write_checkpoint
 from lightning_rl.run.files.resume import use_new_optimizer_settings
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
 from lightning_rl.run.processes import dist
@@ -47,13 +48,21 @@ _TRAINER = {
 
 
 class _Rebuilt(RLCLI):
-    """Builds the objects of a run's configuration as of ``version``, and runs nothing."""
+    """Builds the objects of a run's configuration as of ``version``, and runs nothing.
 
-    def __init__(self, run: RecordedRun, version: int, scratch: str, change: RerunChange) -> None:
+    They go on from ``begun``, with the changes that the run made there.
+    """
+
+    def __init__(
+        self, run: RecordedRun, version: int, begun: KeptWeights, scratch: str, change: RerunChange
+    ) -> None:
         self._scratch = scratch
         self._require_supported = partial(change.require_supported, run, version)
         config = ["--config", str(run.config_of(version)[1]), "--ckpt_path=null"]
-        super().__init__(["fit", *config, *run.options, *change.options])
+        settings = [f"--{setting}" for setting in change.settings]
+        if settings or run.saved_otherwise(begun):
+            settings.append("--allow_changes=true")
+        super().__init__(["fit", *config, *run.options, *settings])
 
     def before_instantiate_classes(self) -> None:
         self._require_supported()
@@ -126,14 +135,15 @@ def remade(
 ) -> Iterator[Remade]:
     """Rebuild a version of the weights: from the nearest kept ones, on the recorded rollouts.
 
-    It needs as many processes as the training, and all of them have to call it. Of the run's
-    callbacks, only those with ``reruns`` take part again.
+    Each iteration is trained with the configuration that the run had then. It needs as many
+    processes as the training, and all of them have to call it. Of the run's callbacks, only those
+    with ``reruns`` take part again.
 
     Args:
         run: the recorded run.
         version: the version of the weights.
-        latest: the latest version to begin with; the parts are built from the configuration of the
-            training after it.
+        latest: the latest version to begin with. The parts are those of the last iteration that is
+            trained, or of the one after ``version`` if that is the latest to begin with.
         since: begin with the kept weights of this version; None: the nearest.
         observers: callbacks that watch the training, before any of the run's callbacks acts.
         change: what to do differently on the way.
@@ -146,8 +156,14 @@ def remade(
     kept = run.nearest(version, latest, since)
     if version > kept.version:
         rank_zero_only(print)(run.way(kept, version), file=sys.stderr, flush=True)
+    latest = max(latest, version - 1)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        cli = _Rebuilt(run, latest, scratch, change)
+        begun, earlier = kept, dict[int, Outcome]()
+        resumed, _ = run.config_of(latest)
+        if resumed > kept.version:  # from there on the run was configured otherwise
+            before = remade(run, resumed, kept.version, kept.version, observers, change)
+            begun, earlier = _saved(before, resumed, Path(scratch))
+        cli = _Rebuilt(run, latest, begun, scratch, change)
         if not isinstance(cli.model, RolloutModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
@@ -157,16 +173,33 @@ def remade(
         callbacks = callbacks_of(cli.trainer)
         syncs = find_callbacks(cli.trainer, WeightSync)
         callbacks[:] = callbacks_that_rerun(callbacks)
-        made = Remade(kept, cli.model, cli.datamodule, cli.trainer, (*syncs, WeightSync())[0])
-        if version == kept.version:
+        made = Remade(begun, cli.model, cli.datamodule, cli.trainer, (*syncs, WeightSync())[0])
+        if version == begun.version:
             _load(made)
+            dist.any_rank(False)  # all have read what this rank may remove
         else:
-            _require_ranks(run, range(kept.version + 1, version + 1), cli.trainer.world_size)
+            _require_ranks(run, range(begun.version + 1, version + 1), cli.trainer.world_size)
             # First, so that whatever takes part sees the weights that were kept.
-            batches = _RecordedBatches(run, kept.version, version - kept.version, made, change)
+            batches = _RecordedBatches(run, begun.version, version - begun.version, made, change)
             callbacks[:0] = [_Retraining(made, batches), *observers]
             cli.trainer.fit(cli.model, datamodule=batches)
+        made.kept, made.outcomes = kept, made.outcomes | earlier
         yield made
+
+
+def _saved(
+    remaking: AbstractContextManager[Remade], version: int, folder: Path
+) -> tuple[KeptWeights, dict[int, Outcome]]:
+    """Save a version that is trained again, for all ranks of this node to go on from.
+
+    Also return the outcomes up to it.
+    """
+    with remaking as made:
+        path = Path(dist.from_rank_zero(str(folder / f"iteration_{version}.ckpt")))
+        with dist.every_rank():
+            if dist.rank() == 0:
+                write_checkpoint(made.checkpoint, path)
+        return KeptWeights(version, path), made.outcomes
 
 
 def _load(made: Remade) -> None:

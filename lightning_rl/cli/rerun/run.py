@@ -100,6 +100,11 @@ class RecordedRun:
         since = max(first for first in files if first <= version)
         return since, files[since]
 
+    def saved_otherwise(self, kept: KeptWeights) -> bool:
+        """Return True if the run may have gone on from these weights with other settings."""
+        here = kept.path is None or kept.path.is_relative_to(self.path)
+        return not here or kept.version in config_files(self.path).keys() - {0}
+
     @property
     def day(self) -> str | None:
         """The day on which the run began, which chat templates may show; None if not recorded."""
@@ -147,10 +152,8 @@ class RecordedRun:
             DataError: naming what is kept, and what is needed.
         """
         held = self.log.iterations()
-        earliest, _ = self.config_of(latest)  # before, the run was configured otherwise
         for kept in reversed(self.kept):
             wanted = kept.version == since if since is not None else kept.version <= latest
-            wanted = wanted and kept.version >= earliest
             if wanted and held.issuperset(range(kept.version + 1, version + 1)):
                 return kept
         versions = ", ".join(str(kept.version) for kept in self.kept) or "none"

@@ -10,7 +10,7 @@ from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.collect.estimates import Comparison
 from lightning_rl.data.rollouts.ledger import Ledger
 from lightning_rl.data.rollouts.log import Outcome
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import ConfigError
 
 LEAST_SHARE = 0.5
 """Effective share of rollouts, relative to the unchanged rerun's, below which nothing is concluded.
@@ -168,12 +168,6 @@ def what_if(
         )
     first = begin if change.settings else min(left_out)
     latest = first - 1 if since is None else since
-    if run.config_of(latest) != run.config_of(to - 1):
-        later, _ = run.config_of(to - 1)
-        raise DataError(
-            f"{run.path} was configured otherwise after iteration {later}; end with --to {later}, "
-            f"or begin with --since {later}"
-        )
     plain = retrain(run, to, latest, since, evaluate=evaluate)
     changed = retrain(run, to, latest, since, change, evaluate)
     begins = [e for _, e in Ledger(run.path).lines() if e and e.get("kind") == "begin"]

@@ -20,6 +20,7 @@ from lightning_rl.config.layers import (
     described,
     differences,
     flatten,
+    with_defaults,
 )
 from lightning_rl.errors import CheckpointError, ConfigError
 from lightning_rl.run.files.checkpoint_io import about, checkpoints_in, iteration_of
@@ -179,7 +180,7 @@ def tell_of_beginning(trainer: Trainer, checkpoints: Path) -> None:
     now: Table = getattr(trainer.lightning_module, "configuration", None) or {}
     for path in _neighbours(trainer, checkpoints) if now else ():
         then = about(path).get("run", {}).get("configuration") or {}
-        if then and all(kind_of(c, then, now) == "harmless" for c in differences(then, now)):
+        if then and all(kind_of(c, then, now) == "harmless" for c in _differences(then, now)):
             rank_zero_warn(
                 f"ckpt_path: 'last' found no checkpoint in {checkpoints}, so a new run begins; "
                 f"{path} belongs to a run with the same configuration and another name: to resume "
@@ -275,6 +276,14 @@ def configuration_of(module: Any) -> Table:
     return module.configuration | content
 
 
+def _differences(then: Table, now: Table) -> list[Change]:
+    """Return how the present run differs from a checkpoint's, as far as both tell it."""
+    kinds = {("seed_everything" in table) for table in (then, now)}  # of a command, or of a script
+    contents = {key for key in then.keys() ^ now.keys() if key.endswith(".content")}
+    then, now = ({k: v for k, v in table.items() if k not in contents} for table in (then, now))
+    return differences(with_defaults(then, now), now, shared=len(kinds) > 1)
+
+
 def kind_of(change: Change, then: Table, now: Table) -> str:
     """Return ``refused`` (the run cannot resume), ``alters`` (it learns something else) or
     ``harmless``.
@@ -325,7 +334,7 @@ def _check(module: Any, told: dict[str, Any], path: Path) -> None:
     if not then or module.changes is not None:
         return
     now = configuration_of(module)
-    changes = differences(then, now)
+    changes = _differences(then, now)
     kinds = [(change, kind_of(change, then, now)) for change in changes]
     repeats = getattr(module.trainer.datamodule, "is_rerun", False)  # ``rerun`` or ``audit``
     no_way, on_demand = (_RESTORE, _RESTORE) if repeats else (_NO_WAY, _ON_DEMAND)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import zipfile
+from functools import partial
 
 import fsspec
 import numpy as np
@@ -21,6 +22,7 @@ from lightning_rl.data.sources import prompts_of
 from lightning_rl.data.tables import JSONLTable
 from lightning_rl.errors import DataError
 from lightning_rl.models.tokenizer import load_tokenizer
+from tests.support.tiny_models import CHATML, byte_tokenizer
 
 ROWS = [{"prompt": "7" * (n % 4 + 1) + "=", "answer": str(n)} for n in range(23)]
 
@@ -203,6 +205,32 @@ def test_what_is_kept_is_of_the_rows_as_they_are(tmp_path, tokenizer, many):
     count = len(kept_files(tmp_path))
     loaded(tokenizer, JSONLPrompts(str(path), map=dict, max_prompt_tokens=9))
     assert len(kept_files(tmp_path)) == count  # code may have changed since
+
+
+TELLS = "{{ bos_token }}{% for tool in tools or [] %}{{ tool.name }}{% endfor %}"
+
+
+def test_lengths_that_are_kept_are_of_the_tools_template_and_special_tokens(tmp_path, many):
+    path = tmp_path / "rows.jsonl"
+    prompts = partial(JSONLPrompts, str(path), max_prompt_tokens=99)
+
+    def longest(template=TELLS, bos="<|im_end|>"):
+        tokenizer = byte_tokenizer("<|im_end|>", eos="<|im_end|>", template=template + CHATML)
+        tokenizer.bos_token = bos
+        kept = loaded(tokenizer, prompts()).longest()
+        assert kept == loaded(tokenizer, prompts(map=dict)).longest()  # which is measured anew
+        return kept
+
+    def offering(tool):
+        row = {"prompt": [{"role": "user", "content": "7"}], "tools": [{"name": tool}]}
+        path.write_text(f"{json.dumps(row)}\n" * 12)
+
+    offering("a")
+    plain = longest()
+    assert longest(template=f"{TELLS}..") == plain + 2
+    assert longest(bos="..") == plain + 1  # two characters in place of a token
+    offering("add")
+    assert longest() == plain + 2
 
 
 def test_few_rows_leave_nothing_beside_the_data(tmp_path, tokenizer):

@@ -9,6 +9,7 @@ from lightning_rl.learn.frozen_base import leave_out_base, put_back_base
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
 from lightning_rl.models.reference import PeriodicReference
+from tests.support.small_run import grpo
 
 
 class Holder(nn.Module):
@@ -53,6 +54,14 @@ def test_what_is_trained_is_kept_and_the_rest_is_the_models(tiny_model, lora):
         assert torch.equal(weight, whole[name]), name
     # Computing in bfloat16 changes nothing of what the model is.
     put_back_base(other.to(torch.bfloat16), saved(module))
+
+
+def test_what_is_told_of_a_checkpoint_is_what_it_holds(tiny_model):
+    module = grpo(tiny_model, lora=LoRA(rank=2))
+    module.configure_model()
+    next(p for name, p in module.named_parameters() if "lora_A" in name).requires_grad_(False)
+    told = sum(parameter.nbytes for parameter in module.checkpointed_parameters())
+    assert told == sum(weight.nbytes for weight in saved(module)["state_dict"].values())
 
 
 def test_another_base_is_refused(tiny_model):
