@@ -79,10 +79,10 @@ def test_what_would_alter_the_run_is_refused_by_name(run, capsys, options, words
 def test_a_key_that_only_one_of_two_dictionaries_has_is_a_change(run, capsys):
     shutil.rmtree(run)
     columns = "--data.train_prompts.columns"
-    assert main(["fit", "--config", "run.yaml", columns, "{one: solution}"]) == 0
+    assert main(["fit", "--config", "run.yaml", columns, "{one: answer}"]) == 0
     for now, said in (
-        ("{one: solution, two: solution}", "two: none then, solution now"),
-        ("{}", "one: solution then, none now"),
+        ("{one: answer, two: answer}", "two: none then, answer now"),
+        ("{}", "one: answer then, none now"),
     ):
         assert go_on(*MORE, columns, now) == 2
         assert f"data.train_prompts.columns.{said}" in capsys.readouterr().err
