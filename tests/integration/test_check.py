@@ -30,7 +30,7 @@ def test_all_is_checked_and_nothing_written(workplace, capsys):
     assert "4 prompts x group_size 2 = 8 rollouts per iteration, at most 56 tokens" in said
     # Each group has 3 prompt tokens once, and 2 x 4 of completions.
     assert "1 minibatch of 4 groups or fewer, in 1 micro-batch of 44 tokens or fewer each" in said
-    assert "schedule ends after total_steps=9 optimizer steps, but the run after 1;" in said
+    assert "model.lr_scheduler: it ends after 9 optimizer steps, but the run after 1;" in said
     assert "engine and trainer agree to" in said
     assert said.count("'30=' -> ") == 2
     assert said.count("reward ") == 2
