@@ -18,7 +18,6 @@ from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
 from lightning_rl.rollout import Rollout
-from lightning_rl.run.hooks import default_callbacks, is_fast_dev_run
 
 
 class RolloutModule(RecordingModule):
@@ -102,17 +101,10 @@ class RolloutModule(RecordingModule):
         refuse_flags(trainer)
 
     def configure_callbacks(self) -> list[Callback]:
-        """Reject unsupported Trainer settings, and return the callbacks that every run has.
-
-        This is the first hook that Lightning calls.
-        """
-        self.check_trainer(self.trainer)
+        callbacks = super().configure_callbacks()
         warn_of_flags(self.trainer)
         use_our_precision(self.trainer)
-        if is_fast_dev_run(self.trainer):
-            # It is meant in batches, which are limited too, but counts optimizer steps.
-            self.trainer.fit_loop.epoch_loop.max_steps = -1
-        return default_callbacks(self.trainer)
+        return callbacks
 
     def predict_step(self, batch: list[Rollout], batch_idx: int) -> list[Rollout]:
         """Return the collected rollouts unchanged (``lightning-rl rollout``)."""
