@@ -66,14 +66,21 @@ def adapted(module: nn.Module) -> dict[str, Policy | RewardModel]:
     }
 
 
-def _base_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that stay as in the models' files, by their names in ``state_dict``."""
+def left_out(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights that stay as in the models' files, by their names in ``state_dict``.
+
+    Checkpoints leave them out, unless each rank writes its own part.
+    """
     return {
-        ".".join(filter(None, (place, "lm", name))): full_tensor(parameter.detach())
+        ".".join(filter(None, (place, "lm", name))): parameter
         for place, policy in adapted(module).items()
         for name, parameter in policy.lm.named_parameters(remove_duplicate=False)
         if not parameter.requires_grad and ".lora_" not in name
     }
+
+
+def _base_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: full_tensor(weight.detach()) for name, weight in left_out(module).items()}
 
 
 def _digest(base: dict[str, Tensor]) -> str:

@@ -7,13 +7,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
-from torch.nn import Parameter
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
-from lightning_rl.learn.frozen_base import adapted
 from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -86,11 +84,6 @@ class RolloutModule(RecordingModule):
         for name, policy in self.policies.items():
             if (policy.model, policy.loading.of_model) != (first.model, first.loading.of_model):
                 save_skeleton(policy.model, Path(directory, name), policy.loading)
-
-    def checkpointed_parameters(self) -> list[Parameter]:
-        """Return the parameters that checkpoints hold: all but the frozen base of a LoRA."""
-        of_adapted = {p for policy in adapted(self).values() for p in policy.lm.parameters()}
-        return [p for p in self.parameters() if p.requires_grad or p not in of_adapted]
 
     @property
     def role_versions(self) -> dict[str, int]:
