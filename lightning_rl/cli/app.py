@@ -5,6 +5,7 @@ fix.
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help
-from lightning_rl.cli.requested import listed
+from lightning_rl.cli.requested import RequestedRun, listed
 from lightning_rl.cli.series import require_checkpoint
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
@@ -225,6 +226,30 @@ class RLCLI(LightningCLI):
             if lost is None:
                 raise
             raise lost from error
+
+
+def read(arguments: Sequence[str]) -> RequestedRun:
+    """Read a configuration, and build nothing.
+
+    Raises:
+        ConfigError: if ``fit`` would refuse it.
+    """
+
+    class Read(RLCLI):
+        def instantiate_classes(self) -> None:
+            pass
+
+        def after_instantiate_classes(self) -> None:
+            pass
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    cli = Read(["fit", *arguments])
+    text = cli._parser("fit").dump(cli.config.fit, skip_unset=False, format="json")
+    trust = [] if cli.trusted is None else ["--trusted_only"]
+    options = [*trust, *(f"--trust={module}" for module in cli.trusted or ())]
+    return RequestedRun(json.loads(text), options)
 
 
 def _start_loggers(trainer: Trainer) -> None:

@@ -1,7 +1,6 @@
-"""The run that a command line asks for: its whole configuration, of which nothing is built."""
+"""A run's whole configuration as a tree, of which nothing is built, and walks through it."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 Tree = dict[str, Any]
@@ -12,31 +11,6 @@ class RequestedRun(NamedTuple):
 
     tree: Tree
     options: list[str]
-
-
-def read(arguments: Sequence[str]) -> RequestedRun:
-    """Read a configuration, and build nothing.
-
-    Raises:
-        ConfigError: if ``fit`` would refuse it.
-    """
-    from lightning_rl.cli.app import RLCLI
-
-    class Read(RLCLI):
-        def instantiate_classes(self) -> None:
-            pass
-
-        def after_instantiate_classes(self) -> None:
-            pass
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            pass
-
-    cli = Read(["fit", *arguments])
-    text = cli._parser("fit").dump(cli.config.fit, skip_unset=False, format="json")
-    trust = [] if cli.trusted is None else ["--trusted_only"]
-    options = [*trust, *(f"--trust={module}" for module in cli.trusted or ())]
-    return RequestedRun(json.loads(text), options)
 
 
 def nodes(tree: Any, key: str = "") -> Iterator[tuple[str, Tree]]:

@@ -7,11 +7,13 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from tensordict import TensorDict
+from torch.nn import Parameter
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rl.config.lightning_flags import refuse_flags, warn_of_flags
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
+from lightning_rl.learn.frozen_base import left_out
 from lightning_rl.learn.precision import use_our_precision
 from lightning_rl.models.model_files import require_sound_model, save_skeleton
 from lightning_rl.models.tokenizer import load_tokenizer
@@ -84,6 +86,11 @@ class RolloutModule(RecordingModule):
         for name, policy in self.policies.items():
             if (policy.model, policy.loading.of_model) != (first.model, first.loading.of_model):
                 save_skeleton(policy.model, Path(directory, name), policy.loading)
+
+    def checkpointed_parameters(self) -> list[Parameter]:
+        """Return the parameters that checkpoints hold: all but the frozen base of a LoRA."""
+        base = {*left_out(self).values()}
+        return [p for p in self.parameters() if p not in base]
 
     @property
     def role_versions(self) -> dict[str, int]:

@@ -12,7 +12,6 @@ from lightning_rl.callbacks import HFExport, IterationCheckpoint, RerunRecorder
 from lightning_rl.cli.app import planned_iterations
 from lightning_rl.cli.check.memory import in_units
 from lightning_rl.datamodule import RLDataModule
-from lightning_rl.learn.frozen_base import left_out
 from lightning_rl.learn.optimizer_state import state_bytes
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.run.hooks import find_callbacks, use_own_saver
@@ -126,7 +125,7 @@ def _kept(kind: str, size: int, saver: IterationCheckpoint | HFExport, best: int
 
 def _checkpoint(module: RolloutModule) -> int:
     """Return the bytes of a checkpoint: weights, without a LoRA's base, and the optimizers."""
-    size = sum(p.nbytes for p in {*module.parameters()} - {*left_out(module).values()})
+    size = sum(p.nbytes for p in module.checkpointed_parameters())
     for policy in module.policies.values():
         trained = [p.shape for p in policy.loaded_policy.parameters() if p.requires_grad]
         size += state_bytes(policy.optimizer, trained, torch.float32)[1]

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from lightning_rl.cli.process import CommandParser, printable
-from lightning_rl.cli.requested import RequestedRun, Tree, read
+from lightning_rl.cli.requested import RequestedRun, Tree
 from lightning_rl.errors import LightningRLError, require_at_least, require_finite
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = own_options(arguments)
     words = [word for argument in rest for word in argument.split("=", 1)]
     configs = [word for flag, word in pairwise(words) if flag in ("--config", "-c")]
+    from lightning_rl.cli.app import read
     from lightning_rl.cli.rehearse.findings import Kind, RunFinding, RunVerdict
 
     request, found = read(rest), list[RunFinding]()
