@@ -140,7 +140,8 @@ class Learning:
             policy.objective.entropy is not None,
             plan.micro_batches * placement.sequence * placement.tensor,
         )
-        faults = () if plan.total_steps is None else schedule_faults(policy, plan.total_steps)
+        steps = plan.total_steps
+        faults = [] if steps is None else [*schedule_faults(policy, steps)]
         warnings = [f"WARNING: model.lr_scheduler: {fault}" for fault in faults]
         return [*plan.lines(), *warnings, *_open(policy)], memory
 
