@@ -5,6 +5,7 @@ fix.
 import inspect
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_rl.callbacks import IterationCheckpoint, WeightSync
 from lightning_rl.callbacks.evaluate import check_evaluations
 from lightning_rl.callbacks.stopping import StopWhenTold
 from lightning_rl.cli.parser import RLArgumentParser, as_checked, checked_sources, trainer_help
+from lightning_rl.cli.requested import RequestedRun, listed
 from lightning_rl.cli.series import require_checkpoint
 from lightning_rl.cli.trainer import RLTrainer
 from lightning_rl.cli.trust import require_trusted, require_trusted_parts, split_options
@@ -120,7 +122,7 @@ class RLCLI(LightningCLI):
         So ``config.yaml`` says how weights were pushed, and a run that resumes is compared with it.
         """
         config = self.config[self.config.subcommand]
-        given = _as_list(config.trainer.callbacks)
+        given = listed(config.trainer.callbacks)
         classes = [import_object(callback.class_path) for callback in given]
         if not issubclass(import_object(config.data.class_path), RLDataModule):
             return
@@ -133,7 +135,7 @@ class RLCLI(LightningCLI):
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
         if not isinstance(self.model, FiniteStepsModule):  # ours add it, as the other defaults
             callbacks = [*callbacks, StopWhenTold()]
-        _require_own_states(_as_list(config["callbacks"]))
+        _require_own_states(listed(config["callbacks"]))
         require_few_devices(config["devices"])
         return super()._instantiate_trainer(config, callbacks)
 
@@ -176,8 +178,8 @@ class RLCLI(LightningCLI):
         given = self.config[self.config.subcommand].trainer
         local_path(given.default_root_dir or ".", "trainer.default_root_dir")
         local = [kind.__name__ for kind in WRITE_LOCALLY]
-        for logger in _as_list(given.logger):
-            if not isinstance(logger, bool) and logger.class_path.rpartition(".")[2] in local:
+        for logger in listed(given.logger):
+            if logger.class_path.rpartition(".")[2] in local:
                 directory = logger.init_args.get("save_dir") or "."
                 local_path(directory, "trainer.logger.save_dir")
 
@@ -224,6 +226,30 @@ class RLCLI(LightningCLI):
             if lost is None:
                 raise
             raise lost from error
+
+
+def read(arguments: Sequence[str]) -> RequestedRun:
+    """Read a configuration, and build nothing.
+
+    Raises:
+        ConfigError: if ``fit`` would refuse it.
+    """
+
+    class Read(RLCLI):
+        def instantiate_classes(self) -> None:
+            pass
+
+        def after_instantiate_classes(self) -> None:
+            pass
+
+        def _run_subcommand(self, subcommand: str) -> None:
+            pass
+
+    cli = Read(["fit", *arguments])
+    text = cli._parser("fit").dump(cli.config.fit, skip_unset=False, format="json")
+    trust = [] if cli.trusted is None else ["--trusted_only"]
+    options = [*trust, *(f"--trust={module}" for module in cli.trusted or ())]
+    return RequestedRun(json.loads(text), options)
 
 
 def _start_loggers(trainer: Trainer) -> None:
@@ -302,10 +328,6 @@ def _require_own_states(callbacks: list[Callback]) -> None:
                 f"trainer.callbacks: there are {count} {type(callback).__name__} with the same "
                 "settings, which a checkpoint cannot tell apart; remove all but one"
             )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _require_checkpoint(path: Any) -> None:

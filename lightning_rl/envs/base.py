@@ -20,13 +20,7 @@ from lightning_rl.errors import ConfigError
 from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.schedulers import make_scheduler, step_scheduler
 from lightning_rl.run.files.metrics import named
-from lightning_rl.run.hooks import (
-    answers,
-    datamodule_of,
-    default_callbacks,
-    is_fast_dev_run,
-    skip_profiling,
-)
+from lightning_rl.run.hooks import answers, datamodule_of, skip_profiling
 from lightning_rl.run.processes.dist import sum_over_ranks
 from lightning_rl.run.token_metrics import TokenMetrics
 
@@ -91,17 +85,10 @@ class EnvModule(RecordingModule):
             )
 
     def configure_callbacks(self) -> list[Callback]:
-        """Refuse Lightning flags that this training does not support; add the default callbacks.
-
-        Raises:
-            ConfigError: names the flag.
-        """
-        self.check_trainer(self.trainer)
+        callbacks = super().configure_callbacks()
         warn_of_flags(self.trainer)
-        if is_fast_dev_run(self.trainer):
-            self.trainer.fit_loop.epoch_loop.max_steps = -1
         skip_profiling(self.trainer)
-        return default_callbacks(self.trainer)
+        return callbacks
 
     def configure_model(self) -> None:
         """Build the agents for the environment's observations and actions, once.

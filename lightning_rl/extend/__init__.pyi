@@ -91,7 +91,6 @@ from lightning_rl.collect.samplers import (
     FIFO as FIFO,
     AdvantagePriority as AdvantagePriority,
     BufferEntry as BufferEntry,
-    Mixed as Mixed,
     RewardPriority as RewardPriority,
     Sampler as Sampler,
     Uniform as Uniform,
@@ -254,10 +253,6 @@ from lightning_rl.run.retry import (
 )
 from lightning_rl.sync.base import (
     WeightTransport as WeightTransport,
-)
-from lightning_rl.sync.native import (
-    IPCTransport as IPCTransport,
-    NCCLTransport as NCCLTransport,
 )
 from lightning_rl.sync.schedule import (
     CollectorSchedule as CollectorSchedule,

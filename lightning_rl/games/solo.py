@@ -4,7 +4,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from lightning_rl.games.label_heads import LabelHead
 from lightning_rl.games.labelled import LABEL, LabelledData, rows_of, space_of
 from lightning_rl.learn.base import FiniteStepsModule, save_primitive_hparams
 from lightning_rl.learn.schedulers import automatic, check_automatic, make_scheduler
-from lightning_rl.run.hooks import datamodule_of, default_callbacks
+from lightning_rl.run.hooks import datamodule_of
 from lightning_rl.run.seeding import derived_generator, run_seed
 from lightning_rl.run.token_metrics import TokenMetrics
 
@@ -74,11 +74,6 @@ class SoloModule(FiniteStepsModule):
         self.agent: SoloAgent | None = None
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-
-    def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks that every run has."""
-        self.check_trainer(self.trainer)
-        return default_callbacks(self.trainer)
 
     def configure_model(self) -> None:
         """Build body and head for the data, once.

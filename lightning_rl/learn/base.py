@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.strategies import ModelParallelStrategy
 from tensordict import TensorDict
@@ -33,7 +33,12 @@ from lightning_rl.models.tokenizer import RunDay
 from lightning_rl.run.clock import StageClock
 from lightning_rl.run.files.metrics import named
 from lightning_rl.run.files.resume import check_resume, configuration_of, use_new_optimizer_settings
-from lightning_rl.run.hooks import call_hook, use_own_saver
+from lightning_rl.run.hooks import (
+    call_hook,
+    default_callbacks,
+    is_fast_dev_run,
+    use_own_saver,
+)
 from lightning_rl.run.processes.dist import any_rank
 from lightning_rl.run.seeding import gather_random_states, restore_random_states
 from lightning_rl.vision.training import Vision
@@ -106,6 +111,17 @@ class FiniteStepsModule(LightningModule):
             ConfigError: names the setting, its value, and what to set instead.
         """
         refuse_unasked_resuming(trainer)
+
+    def configure_callbacks(self) -> list[Callback]:
+        """Refuse Trainer settings that do not work, and return the callbacks that every run has.
+
+        This is the first hook that Lightning calls.
+        """
+        self.check_trainer(self.trainer)
+        if not self.automatic_optimization and is_fast_dev_run(self.trainer):
+            # It is meant in batches, which are limited too, but counts optimizer steps.
+            self.trainer.fit_loop.epoch_loop.max_steps = -1
+        return default_callbacks(self.trainer)
 
     @cached_property
     def day(self) -> RunDay:

@@ -160,12 +160,7 @@ class PairDataModule(SFTDataModule):
         val: held-out pairs; None: no validation.
         chosen_column: name of the column with the better completion.
         rejected_column: name of the column with the worse completion.
-        batch_size: pairs per batch and process; an optimizer step takes
-            ``accumulate_grad_batches`` of them.
-        seed: seed of the order; None: ``seed_everything``'s.
-        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
-        max_length: rows are cut to so many tokens, and left out if nothing trained is left, which
-            is said once; None: rows longer than the model's positions are refused.
+        options: further arguments of ``SFTDataModule``, except ``messages_column``.
     """
 
     works_with: ClassVar[type[SupervisedModule]] = DPOModule
@@ -176,20 +171,9 @@ class PairDataModule(SFTDataModule):
         val: AnyPrompts | None = None,
         chosen_column: str = "chosen",
         rejected_column: str = "rejected",
-        batch_size: int = 32,
-        seed: int | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        max_length: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            train,
-            val,
-            chosen_column,
-            batch_size,
-            seed,
-            chat_template_kwargs,
-            max_length=max_length,
-        )
+        super().__init__(train, val, chosen_column, messages_column="", **options)
         self.rejected_column = rejected_column
 
     def row(self, prompt: Prompt) -> Any:

@@ -67,7 +67,10 @@ def adapted(module: nn.Module) -> dict[str, Policy | RewardModel]:
 
 
 def left_out(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that stay as in the models' files, by their names in ``state_dict``."""
+    """Return the weights that stay as in the models' files, by their names in ``state_dict``.
+
+    Checkpoints leave them out, unless each rank writes its own part.
+    """
     return {
         ".".join(filter(None, (place, "lm", name))): parameter
         for place, policy in adapted(module).items()
@@ -77,8 +80,7 @@ def left_out(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _base_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights that stay as in the models' files, by their names in ``state_dict``."""
-    return {name: full_tensor(one.detach()) for name, one in left_out(module).items()}
+    return {name: full_tensor(weight.detach()) for name, weight in left_out(module).items()}
 
 
 def _digest(base: dict[str, Tensor]) -> str:

@@ -147,14 +147,8 @@ class KTODataModule(SFTDataModule):
     Args:
         train: the training rows; completions are text, messages or token ids.
         val: held-out rows; None: no validation.
-        completion_column: name of the column with the completion.
         label_column: name of the column that says whether it is desirable: true or false.
-        batch_size: rows per batch and process; an optimizer step takes ``accumulate_grad_batches``
-            of them.
-        seed: seed of the order; None: ``seed_everything``'s.
-        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
-        max_length: rows are cut to so many tokens, and left out if nothing trained is left, which
-            is said once; None: rows longer than the model's positions are refused.
+        options: further arguments of ``SFTDataModule``.
 
     Raises:
         DataError: if there are fewer than two rows: a completion is also given to another prompt.
@@ -166,22 +160,10 @@ class KTODataModule(SFTDataModule):
         self,
         train: AnyPrompts,
         val: AnyPrompts | None = None,
-        completion_column: str = "completion",
         label_column: str = "label",
-        batch_size: int = 32,
-        seed: int | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        max_length: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            train,
-            val,
-            completion_column,
-            batch_size,
-            seed,
-            chat_template_kwargs,
-            max_length=max_length,
-        )
+        super().__init__(train, val, **options)
         self.label_column = label_column
 
     def row(self, prompt: Prompt) -> Any:

@@ -142,15 +142,10 @@ class RewardPairDataModule(PairDataModule):
     Args:
         train: the training pairs.
         val: held-out pairs; None: no validation.
-        chosen_column: name of the column with the better completion.
-        rejected_column: name of the column with the worse completion.
         margin_column: name of the column with the number by which it is better; None: 0.
-        batch_size: pairs per batch and process; an optimizer step takes
-            ``accumulate_grad_batches`` of them.
-        seed: seed of the order; None: ``seed_everything``'s.
-        chat_template_kwargs: further variables of the chat template, such as ``enable_thinking``.
         max_length: pairs with a longer text are left out, which is said once; None: texts longer
             than the model's positions are refused.
+        options: further arguments of ``PairDataModule``, except ``trained_roles``.
     """
 
     works_with = RewardModelModule
@@ -159,24 +154,11 @@ class RewardPairDataModule(PairDataModule):
         self,
         train: AnyPrompts,
         val: AnyPrompts | None = None,
-        chosen_column: str = "chosen",
-        rejected_column: str = "rejected",
         margin_column: str | None = None,
-        batch_size: int = 32,
-        seed: int | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         max_length: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            train,
-            val,
-            chosen_column,
-            rejected_column,
-            batch_size,
-            seed,
-            chat_template_kwargs,
-            max_length,
-        )
+        super().__init__(train, val, max_length=max_length, trained_roles=None, **options)
         self.margin_column = margin_column
 
     def row(self, prompt: Prompt) -> Any:

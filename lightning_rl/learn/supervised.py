@@ -18,7 +18,6 @@ from lightning_rl.learn.windows import SCALE, Windows
 from lightning_rl.models.parallel.strategy import refuse_mesh
 from lightning_rl.models.policy import Policy
 from lightning_rl.run.files.metrics import Sums
-from lightning_rl.run.hooks import default_callbacks
 from lightning_rl.run.processes.dist import all_sum, gather, world_size
 
 Pairs = dict[str, tuple[Tensor, Tensor | float]]
@@ -64,13 +63,9 @@ class SupervisedModule(LearningModule):
         refuse_precision(trainer, "16-mixed")
 
     def configure_callbacks(self) -> list[Callback]:
-        """Reject an unsupported precision, and return the callbacks that every run has.
-
-        This is the first hook that Lightning calls.
-        """
-        self.check_trainer(self.trainer)
+        callbacks = super().configure_callbacks()
         use_our_precision(self.trainer)
-        return default_callbacks(self.trainer)
+        return callbacks
 
     def configure_model(self) -> None:
         """Load the model, once."""

@@ -21,6 +21,7 @@ from lightning_rl.models.pretrained import (
     load_config,
     load_lm,
     not_found,
+    positions_of,
     require_local,
 )
 from lightning_rl.models.tokenizer import load_tokenizer, save_tokenizer
@@ -66,7 +67,7 @@ def fewest_positions(configs: Iterable[PretrainedConfig]) -> int | None:
 
     The fewest count; None if no configuration says so.
     """
-    named = (getattr(c.get_text_config(), "max_position_embeddings", None) for c in configs)
+    named = map(positions_of, configs)
     return min((positions for positions in named if positions is not None), default=None)
 
 

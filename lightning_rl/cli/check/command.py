@@ -9,7 +9,6 @@ from tempfile import TemporaryDirectory
 
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_rl.callbacks import Evaluate, WeightSync
 from lightning_rl.callbacks.early_stopping import Monitor
@@ -25,16 +24,14 @@ from lightning_rl.collect.checks import check_groups
 from lightning_rl.config.lightning_flags import warn_of_flags
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError, DataError
-from lightning_rl.learn.base import RecordingModule
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.rollout import Prompt, Rollout, as_text
 from lightning_rl.run.files.rundir import require_writable
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
-from lightning_rl.sync.schedule import FixedSchedule
 
 HELP = """\
 usage: lightning-rl check --config FILE [--config FILE ...] [--key value ...]
-                          [--no_rollout | --run | --rewards] [--gpu_memory_gb N [--gpus N]]
+                          [--no_rollout | --rewards] [--gpu_memory_gb N [--gpus N]]
        lightning-rl fit --config FILE ... --dry_run
 
 Does everything that `fit` would do before its first update: resolves the configuration, loads
@@ -42,16 +39,13 @@ tokenizer, prompts and model, starts the engine, makes one tiny group of rollout
 Prints the algebra of the batches and an estimate of the memory. Writes nothing.
 
   --no_rollout   start no engine, generate and grade nothing
-  --run          then train for one small iteration, with all callbacks, in a scratch directory
   --rewards      try only the rewards: on right answers as people write them, and on texts that
                  a model should not be paid for; status 1 if one would harm a run
   --gpu_memory_gb N  plan for GPUs of N GiB, which need not be present; default: this machine's
   --gpus N       say how N such GPUs should share the model; reads no weights and starts no engine
 """
 
-_KINDS = ("--no_rollout", "--run", "--rewards")
-TRIED_GROUPS, TRIED_PROMPTS = 2, 4
-"""Groups, and held-out prompts, of an iteration that is tried, where the settings permit."""
+_KINDS = ("--no_rollout", "--rewards")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,15 +55,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     own, rest = own_options(arguments)
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        # A process that rank 0 started, which tells.
-        if own.run and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
-            _run(Built(rest, scratch, fast_dev_run=1))
-            return 0
-        cli = Built(rest, scratch)
-        wrong = _check(cli, own)
-        del cli  # and its weights
-        if own.run:
-            print(_run(Built(rest, scratch, fast_dev_run=1)))
+        wrong = _check(Built(rest, scratch), own)
     if wrong is not None:
         print(f"not good: {wrong}, as said above", file=sys.stderr)
         return 1
@@ -157,7 +143,7 @@ def _check(cli: "Built", own: argparse.Namespace) -> str | None:
         plan = card_plan(module, data, memory, card_gb)
         if plan is not None:
             print("\n".join(plan.lines()))
-        if not own.run and not own.no_rollout:
+        if not own.no_rollout:
             print("\n".join(_try(cli, data, module)))
         return None if plan is None or plan.missing <= 0 else too_small
     finally:
@@ -207,8 +193,7 @@ def require_monitored(callbacks: Sequence[Callback], data: RLDataModule) -> list
         if callback.monitor not in row:
             unknown.append(
                 f"not checked: whether anything records {callback.monitor}, which "
-                f"{type(callback).__name__} monitors; `check --run` trains an iteration and checks "
-                "it\n"
+                f"{type(callback).__name__} monitors; `rehearse` trains, and checks it\n"
             )
     return unknown
 
@@ -232,25 +217,6 @@ def _try(cli: RLCLI, data: RLDataModule, module: RolloutModule) -> list[str]:
     return [f"rollouts{checked}:", *(f"  {_told(rollout)}" for rollout in rollouts)]
 
 
-def _run(cli: RLCLI) -> str:
-    """Train for one iteration of a few groups as ``fit`` would, and return its metrics as text."""
-    module, data, trainer = cli.model, cli.datamodule, cli.trainer
-    if isinstance(module, RolloutModule) and isinstance(data, RLDataModule):
-        minibatches = max(policy.update.minibatches for policy in module.policies.values())
-        fewest = trainer.world_size * max(minibatches, TRIED_GROUPS)
-        data.groups_per_iteration = min(data.groups_per_iteration, fewest)
-        data.held_out.limit = min(data.held_out.limit or TRIED_PROMPTS, TRIED_PROMPTS)
-        for sync in find_callbacks(trainer, WeightSync):
-            sync.schedule = FixedSchedule()  # after the one iteration too
-    trainer.fit(module, datamodule=data)
-    shown = ["reward/mean", "policy/loss", "policy/grad_norm", "sync/version", "sft/loss"]
-    if isinstance(module, RecordingModule):
-        shown = [name for metric in shown for name in module.names_of(metric)]
-    known = trainer.callback_metrics
-    figures = (f"{name} {float(known[name]):.4g}" for name in shown if name in known)
-    return f"one iteration was trained: {', '.join(figures)}"
-
-
 def _told(rollout: Rollout) -> str:
     prompt, completion = (
         " ".join(as_text(text).split()) for text in (rollout.prompt.prompt, rollout.completion)
@@ -268,12 +234,10 @@ class Built(RLCLI):
     Args:
         arguments: those of ``fit``.
         scratch: a directory, which the caller deletes.
-        fast_dev_run: the most iterations of a fast dev run, which keeps nothing; 0: as configured.
     """
 
-    def __init__(self, arguments: list[str], scratch: str, fast_dev_run: int = 0) -> None:
+    def __init__(self, arguments: list[str], scratch: str) -> None:
         self._scratch = scratch
-        self._fast_dev_run = fast_dev_run
         self.place, self.logged = Path(), False
         """The folder that the run would write to, and whether it has a logger."""
         super().__init__(["fit", *arguments])
@@ -284,8 +248,6 @@ class Built(RLCLI):
             require_writable(given, "trainer.default_root_dir")
             self.place = Path(given)
         self.config.fit.trainer.default_root_dir = self._scratch
-        if self._fast_dev_run:
-            self.config.fit.trainer.fast_dev_run = self._fast_dev_run
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run nothing: only the built objects are needed."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
@@ -141,7 +140,10 @@ class Learning:
             policy.objective.entropy is not None,
             plan.micro_batches * placement.sequence * placement.tensor,
         )
-        return [*plan.lines(), *_schedule(policy, plan), *_open(policy)], memory
+        steps = plan.total_steps
+        faults = [] if steps is None else [*schedule_faults(policy, steps)]
+        warnings = [f"WARNING: model.lr_scheduler: {fault}" for fault in faults]
+        return [*plan.lines(), *warnings, *_open(policy)], memory
 
     @cached_property
     def _reward_models(self) -> list[tuple[torch.device | None, int]]:
@@ -214,23 +216,21 @@ def _open(policy: PolicyModule) -> Iterator[str]:
         )
 
 
-def _schedule(policy: PolicyModule, plan: BatchPlan) -> Iterator[str]:
-    """Warn of a schedule that ends at another step than the run, which is hardly intended."""
+_SLACK = 0.1
+"""Share of a run's steps by which its schedule may end earlier or later."""
+
+
+def schedule_faults(policy: PolicyModule, steps: int) -> Iterator[str]:
+    """Yield what is hardly intended of a learning-rate schedule in a run of so many steps."""
     if policy.lr_scheduler is None:
         return
-    ends = end_of_schedule(throwaway_scheduler(policy.lr_scheduler, policy.optimizer))
-    if ends is None or plan.total_steps is None or ends == plan.total_steps:
-        return
-    yield (
-        f"WARNING: the learning-rate schedule ends after total_steps={ends} optimizer steps, "
-        f"but the run after {plan.total_steps}; set model.lr_scheduler.total_steps"
-    )
-
-
-def end_of_schedule(scheduler: Any) -> int | None:
-    """Return the optimizer step at which a learning-rate schedule ends; None if it does not say."""
-    end: int | None = getattr(scheduler, "total_steps", getattr(scheduler, "T_max", None))
-    return end
+    scheduler = throwaway_scheduler(policy.lr_scheduler, policy.optimizer)
+    ends = getattr(scheduler, "total_steps", getattr(scheduler, "T_max", None))
+    if ends is not None and abs(ends - steps) > _SLACK * steps:
+        yield f"it ends after {ends} optimizer steps, but the run after {steps}; set total_steps"
+    warm_up = getattr(scheduler, "warmup_steps", 0)
+    if warm_up >= steps:
+        yield f"warmup_steps={warm_up} is no less than the run's {steps} steps; lower it"
 
 
 def _engine(engine: Engine, elements: int) -> str:

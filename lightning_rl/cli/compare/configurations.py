@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_rl.cli.rehearse import read
-from lightning_rl.cli.rehearse.smaller import class_of, inside_run
+from lightning_rl.cli.app import read
+from lightning_rl.cli.requested import Tree, class_of, inside_run
 from lightning_rl.config.layers import differences, flatten
 from lightning_rl.config.yaml_text import dump_yaml, parse_yaml
 from lightning_rl.errors import ConfigError
 from lightning_rl.run.files.rundir import write_whole
 
-Tree = dict[str, Any]
 _EVALUATES = ("Evaluate", "EvaluateRollouts")
 
 

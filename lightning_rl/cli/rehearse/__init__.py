@@ -1,19 +1,19 @@
 """``lightning-rl rehearse``: a big run, tried as a small one on this machine."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightning_rl.cli.process import CommandParser, printable
+from lightning_rl.cli.requested import RequestedRun, Tree
 from lightning_rl.errors import LightningRLError, require_at_least, require_finite
 
 if TYPE_CHECKING:
-    from lightning_rl.cli.rehearse.findings import Finding
+    from lightning_rl.cli.rehearse.findings import RunFinding
 
 _EPILOG = """\
 All other options are those of fit: --config FILE, --data.group_size 16, --trusted_only; a FILE that
@@ -53,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     own, rest = own_options(arguments)
     words = [word for argument in rest for word in argument.split("=", 1)]
     configs = [word for flag, word in pairwise(words) if flag in ("--config", "-c")]
-    from lightning_rl.cli.rehearse.findings import Finding, Kind, RunVerdict
+    from lightning_rl.cli.app import read
+    from lightning_rl.cli.rehearse.findings import Kind, RunFinding, RunVerdict
 
-    request, found = read(rest), list[Finding]()
+    request, found = read(rest), list[RunFinding]()
     with TemporaryDirectory(prefix="lightning_rl_") as scratch:
         try:
             told = rehearse(request, Path(scratch), not own.no_run, own.gpu_memory_gb, own.prices)
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
                 found.append(finding)
                 print(printable(f"{finding.kind.value}: {finding}"), file=sys.stderr, flush=True)
         except LightningRLError as error:  # fit would raise it too
-            found.append(Finding(Kind.FAILS, "", str(error)))
+            found.append(RunFinding(Kind.FAILS, "", str(error)))
     verdict = RunVerdict(Path(configs[0]).name if configs else "the run", found)
     print(printable("\n".join(verdict.lines())))
     if own.page is not None:
@@ -71,44 +72,13 @@ def main(arguments: Sequence[str]) -> int:
     return verdict.status
 
 
-class Request(NamedTuple):
-    """A run as it was asked for: its whole configuration, and which code it may use."""
-
-    tree: dict[str, Any]
-    options: list[str]
-
-
-def read(arguments: Sequence[str]) -> Request:
-    """Read a configuration, and build nothing.
-
-    Raises:
-        ConfigError: if ``fit`` would refuse it.
-    """
-    from lightning_rl.cli.app import RLCLI
-
-    class Read(RLCLI):
-        def instantiate_classes(self) -> None:
-            pass
-
-        def after_instantiate_classes(self) -> None:
-            pass
-
-        def _run_subcommand(self, subcommand: str) -> None:
-            pass
-
-    cli = Read(["fit", *arguments])
-    text = cli._parser("fit").dump(cli.config.fit, skip_unset=False, format="json")
-    trust = None if cli.trusted is None else [f"--trust={module}" for module in cli.trusted]
-    return Request(json.loads(text), [] if trust is None else ["--trusted_only", *trust])
-
-
 def rehearse(
-    request: Request,
+    request: RequestedRun,
     folder: Path,
     run: bool = True,
     card_gb: float | None = None,
     prices: Sequence[float] | None = None,
-) -> Iterator["Finding"]:
+) -> Iterator["RunFinding"]:
     """Yield what a rehearsal finds, as it finds it.
 
     Args:
@@ -124,7 +94,7 @@ def rehearse(
     """
     from lightning_rl.cli.check.command import Built
     from lightning_rl.cli.rehearse.another_process import compare_with_another_process
-    from lightning_rl.cli.rehearse.findings import Finding, Kind
+    from lightning_rl.cli.rehearse.findings import Kind, RunFinding
     from lightning_rl.cli.rehearse.judge_cost import Prices
     from lightning_rl.cli.rehearse.predictions import predict
     from lightning_rl.cli.rehearse.smaller import Smaller, without_weights, world_size
@@ -134,7 +104,7 @@ def rehearse(
     from lightning_rl.datamodule import RLDataModule
     from lightning_rl.learn.policies import RolloutModule
 
-    def written(name: str, tree: dict[str, Any]) -> Path:
+    def written(name: str, tree: Tree) -> Path:
         file = folder / name
         file.write_text(dump_yaml(tree), encoding="utf-8")
         return file
@@ -144,7 +114,7 @@ def rehearse(
     cli = Built(["--config", str(planned), *options], str(folder / "planned"))
     data, kinds = cli.datamodule, dict[str, set[Kind]]()
 
-    def noted(findings: Iterator[Finding]) -> Iterator[Finding]:
+    def noted(findings: Iterator[RunFinding]) -> Iterator[RunFinding]:
         for finding in findings:
             kinds.setdefault(finding.key, set()).add(finding.kind)
             yield finding
@@ -159,7 +129,7 @@ def rehearse(
     evaluates = not isinstance(data, CollectingDataModule) or data.evaluates
     if not run or any(Kind.FAILS in found for found in kinds.values()):
         return
-    notes: list[Finding] = []
+    notes: list[RunFinding] = []
     small = written("small.yaml", Smaller(tree, folder, notes.append).make())
     yield from notes
     yield from Stages(small, folder, options, rollouts, evaluates).findings()

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from lightning_rl.cli.check.command import Built, connect
 from lightning_rl.cli.check.reward_trial import try_rewards
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.rollout import Prompt
 from lightning_rl.run.processes.child import PythonChild, last_lines
@@ -60,7 +60,7 @@ def send_seen(connection: Connection, rewards: str, *arguments: str) -> None:
 
 def compare_with_another_process(
     data: RLDataModule, paid: list[str], planned: Path, options: Sequence[str]
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Yield what another process sees differently.
 
     Args:
@@ -81,11 +81,13 @@ def compare_with_another_process(
         child.kill()
     if there is None:
         said = last_lines(child.printed(20_000), 3)
-        yield Finding(Kind.UNTRIED, "data", f"what another process reads: it gave no answer{said}")
+        yield RunFinding(
+            Kind.UNTRIED, "data", f"what another process reads: it gave no answer{said}"
+        )
         return
     if here == there:
         what = "prompts and rewards" if paid else "prompts"
-        yield Finding(Kind.TRIED, "", f"another process, which sees the same {what}")
+        yield RunFinding(Kind.TRIED, "", f"another process, which sees the same {what}")
     for key, ours in here.items():
         if ours == there[key]:
             continue
@@ -93,4 +95,4 @@ def compare_with_another_process(
         place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(there)))
         what = "grades otherwise" if key == "data.rewards" else f"reads otherwise from row {place}"
         text = f"another process {what}, so ranks and a resumed run differ; {_ADVICE[key]}"
-        yield Finding(Kind.FAILS, key, text)
+        yield RunFinding(Kind.FAILS, key, text)

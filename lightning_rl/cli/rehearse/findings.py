@@ -16,7 +16,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """A sentence on the run, and the ``key`` of the configuration that it is about; "" for none."""
 
     kind: Kind
@@ -32,7 +32,7 @@ class RunVerdict:
     """All findings on a run of this ``name``."""
 
     name: str
-    findings: Sequence[Finding]
+    findings: Sequence[RunFinding]
 
     @property
     def status(self) -> int:
@@ -49,7 +49,7 @@ class RunVerdict:
             2: "the run would fail, or learn what it should not",
         }[self.status]
 
-    def of(self, kind: Kind) -> list[Finding]:
+    def of(self, kind: Kind) -> list[RunFinding]:
         """Return the findings of a kind."""
         return [finding for finding in self.findings if finding.kind is kind]
 
@@ -75,7 +75,7 @@ class RunVerdict:
         )
 
 
-def _item(finding: Finding) -> str:
+def _item(finding: RunFinding) -> str:
     key = f"<code>{html.escape(finding.key)}</code> " if finding.key else ""
     return key + html.escape(finding.text)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.collect.tasks import Task
 from lightning_rl.rewards.calling import AsksService
 from lightning_rl.rollout import Prompt
@@ -18,7 +18,7 @@ class Prices(NamedTuple):
 
 def judge_costs(
     task: Task, prompts: Sequence[Prompt], tokenizer: Any, groups: float, prices: Prices | None
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Yield, for each reward of a task that asks a service, what it is asked for in a run.
 
     Args:
@@ -41,4 +41,4 @@ def judge_costs(
             if prices is not None:
                 cost = (read * prices.read + written * prices.written) / 1e6
                 text += f": {cost:,.2f} at {prices.read:g} and {prices.written:g} a million"
-        yield Finding(Kind.TRIED, "data.rewards", text)
+        yield RunFinding(Kind.TRIED, "data.rewards", text)

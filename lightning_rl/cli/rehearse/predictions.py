@@ -14,11 +14,12 @@ from lightning_rl.cli.check.command import Built, connect, require_monitored
 from lightning_rl.cli.check.disk import disk_plan
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.reward_trial import try_rewards
-from lightning_rl.cli.check.training import end_of_schedule
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.check.training import schedule_faults
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.cli.rehearse.judge_cost import Prices, judge_costs
-from lightning_rl.cli.rehearse.smaller import Tree, precision_of
+from lightning_rl.cli.rehearse.smaller import precision_of
 from lightning_rl.cli.rehearse.tool_trial import try_tools
+from lightning_rl.cli.requested import Tree
 from lightning_rl.collect.tasks import Task
 from lightning_rl.config.lightning_flags import PRECISIONS, TRAINER
 from lightning_rl.config.schema import one_line
@@ -26,7 +27,6 @@ from lightning_rl.config.secrets import found_in
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.errors import ConfigError
 from lightning_rl.learn.policies import RolloutModule
-from lightning_rl.learn.schedulers import throwaway_scheduler
 from lightning_rl.models.model_files import fewest_positions
 from lightning_rl.models.pretrained import load_config
 from lightning_rl.rollout import Prompt
@@ -36,7 +36,7 @@ _REGULAR = (Evaluate, IterationCheckpoint, HFExport)
 _SLOW_S = 60.0
 """Seconds of grading in an iteration that are worth a word."""
 _SHARE = 0.1
-"""Share of prompts, or of a run's steps, that is worth a word."""
+"""Share of prompts that is worth a word."""
 
 
 def predict(
@@ -46,7 +46,7 @@ def predict(
     card_gb: float | None,
     prices: Prices | None,
     paid: list[str],
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Yield what can be said of a run without running it.
 
     Args:
@@ -94,7 +94,7 @@ def predict(
     yield from _intervals(cli)
     if card_gb is not None:
         lines, fits = choose(module, data, train, gpus, card_gb)
-        yield Finding(Kind.TRIED if fits else Kind.FAILS, "trainer.devices", "; ".join(lines))
+        yield RunFinding(Kind.TRIED if fits else Kind.FAILS, "trainer.devices", "; ".join(lines))
     with torch.device("meta"):
         module.configure_model()
     longest = max((len(prompt.token_ids) for prompt in train), default=0)
@@ -103,19 +103,19 @@ def predict(
         yield _fails("trainer.default_root_dir", " ".join("; ".join(disk.lines()).split()))
 
 
-def _fails(key: str, text: str) -> Finding:
-    return Finding(Kind.FAILS, key, text)
+def _fails(key: str, text: str) -> RunFinding:
+    return RunFinding(Kind.FAILS, key, text)
 
 
-def _wastes(key: str, text: str) -> Finding:
-    return Finding(Kind.WASTES, key, text)
+def _wastes(key: str, text: str) -> RunFinding:
+    return RunFinding(Kind.WASTES, key, text)
 
 
 def _key(task: Task, name: str) -> str:
     return f"data.train_prompts[{task.name}].{name}" if task.name else f"data.{name}"
 
 
-def _prompts(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
+def _prompts(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[RunFinding]:
     for task in data.train_tasks:
         own = [prompt for prompt in train if prompt.set == task.name]
         rows, fit = len(task.prompts), len(own)
@@ -142,7 +142,7 @@ def _drawn(data: RLDataModule, task: Task) -> float:
     return data.train_prompts.shares().get(task.name, 1.0) * data.groups_per_iteration
 
 
-def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
+def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[RunFinding]:
     if data.evaluation is None:
         yield _wastes(
             "data.evaluation", "there are no held-out prompts, so nobody sees what is learned"
@@ -168,10 +168,10 @@ def _held_out(data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
             advice = "; lower it, or raise Evaluate.every_n_iterations"
             yield _wastes("data.evaluation.limit", text + advice)
         else:
-            yield Finding(Kind.TRIED, "data.evaluation", text)
+            yield RunFinding(Kind.TRIED, "data.evaluation", text)
 
 
-def _sampling(data: RLDataModule) -> Iterator[Finding]:
+def _sampling(data: RLDataModule) -> Iterator[RunFinding]:
     for task in data.train_tasks:
         settings = task.sampling
         if task.group_size > 1 and (settings.temperature == 0 or settings.top_k == 1):
@@ -183,7 +183,7 @@ def _sampling(data: RLDataModule) -> Iterator[Finding]:
             )
 
 
-def _window(module: Any, data: RLDataModule, train: Sequence[Prompt]) -> Iterator[Finding]:
+def _window(module: Any, data: RLDataModule, train: Sequence[Prompt]) -> Iterator[RunFinding]:
     policies = module.policies.values()
     positions = fewest_positions(load_config(one.model, one.loading) for one in policies)
     if positions is None:
@@ -199,7 +199,7 @@ def _window(module: Any, data: RLDataModule, train: Sequence[Prompt]) -> Iterato
             )
 
 
-def _rewards(data: RLDataModule, tokenizer: Any, paid: list[str]) -> Iterator[Finding]:
+def _rewards(data: RLDataModule, tokenizer: Any, paid: list[str]) -> Iterator[RunFinding]:
     for verdict in try_rewards(data, tokenizer):
         paid += verdict.lines
         yield from (_fails("data.rewards", one_line(fault, 400)) for fault in verdict.faults)
@@ -217,25 +217,17 @@ def _rewards(data: RLDataModule, tokenizer: Any, paid: list[str]) -> Iterator[Fi
                 f"({verdict.best:g}), so the accuracy stays 0",
             )
         kind = Kind.UNTRIED if math.isnan(verdict.seconds) else Kind.TRIED
-        yield Finding(kind, "data.rewards", verdict.lines[0].rstrip(":"))
+        yield RunFinding(kind, "data.rewards", verdict.lines[0].rstrip(":"))
 
 
-def _schedule(cli: Built) -> Iterator[Finding]:
+def _schedule(cli: Built) -> Iterator[RunFinding]:
     for name, policy in cli.model.policies.items():
-        if policy.lr_scheduler is None:
-            continue
         steps = planned_steps(cli.trainer, cli.datamodule, policy)
         key = f"model.policies.{name}.lr_scheduler" if name else "model.lr_scheduler"
-        scheduler = throwaway_scheduler(policy.lr_scheduler, policy.optimizer)
-        ends = end_of_schedule(scheduler)
-        if ends is not None and abs(ends - steps) > _SHARE * steps:
-            yield _wastes(key, f"it ends after {ends} optimizer steps, but the run after {steps}")
-        warm_up = getattr(scheduler, "warmup_steps", 0)
-        if warm_up >= steps:
-            yield _wastes(key, f"warmup_steps={warm_up} is no less than the run's {steps} steps")
+        yield from (_wastes(key, fault) for fault in schedule_faults(policy, steps))
 
 
-def _intervals(cli: Built) -> Iterator[Finding]:
+def _intervals(cli: Built) -> Iterator[RunFinding]:
     """Yield callbacks that act less often than the run is long."""
     iterations = planned_iterations(cli.trainer, cli.datamodule) or math.inf
     regular = (c for c in callbacks_of(cli.trainer) if isinstance(c, _REGULAR))

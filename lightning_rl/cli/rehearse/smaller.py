@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.cli.rehearse.tiny_model import write_tiny
+from lightning_rl.cli.requested import Tree, class_of, inside_run, listed, nodes
 from lightning_rl.models.pretrained import Loading
-
-Tree = dict[str, Any]
 
 ITERATIONS = 3
 _GROUP_SIZE, _MAX_TOKENS, _HELD_OUT, _SAMPLES, _MAX_BATCHES = 4, 32, 4, 2, 8
@@ -28,47 +27,6 @@ _ALIASES = {"None": "32-true", "32": "32-true", "64": "64-true", "16": "16-mixed
 _OF_GPUS = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 """Precisions that need a GPU, with those that a CPU has in their place."""
 _AXES = ("sequence", "tensor", "expert", "tensor_parallel_size")
-
-
-def nodes(tree: Any, key: str = "") -> Iterator[tuple[str, Tree]]:
-    """Yield all mappings of a configuration, each with its key."""
-    if isinstance(tree, dict):
-        yield key, tree
-        for name, value in tree.items():
-            inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
-            yield from nodes(value, inner)
-    elif isinstance(tree, list):
-        for place, value in enumerate(tree):
-            yield from nodes(value, f"{key}[{place}]")
-
-
-def class_of(node: Any) -> str:
-    """Return the bare name of a configured class; "" if there is none."""
-    path = node.get("class_path", "") if isinstance(node, dict) else node
-    return path.rpartition(".")[2] if isinstance(path, str) else ""
-
-
-def inside_run(callbacks: Any, note: Callable[[str, str], None]) -> Iterator[Tree]:
-    """Yield callbacks as nodes whose files are in the run's own directory, and that send nothing.
-
-    Args:
-        callbacks: as a configuration lists them; changed in place.
-        note: gets the key of what is left out, and a sentence on it.
-    """
-    for callback in _listed(callbacks):
-        node = callback if isinstance(callback, dict) else {"class_path": callback}
-        given = node["init_args"] = node.get("init_args") or {}
-        key = f"trainer.callbacks.{class_of(node)}"
-        for place in ("dirpath", "directory"):
-            if place in given:
-                given[place] = None
-        if given.get("push_to_hub"):
-            given["push_to_hub"] = None
-            note(key, "nothing is pushed to the hub")
-        if class_of(node) == "RunArtifacts":
-            note(key, "no artifact is uploaded")
-            continue
-        yield node
 
 
 def world_size(tree: Tree) -> int:
@@ -93,7 +51,7 @@ def without_weights(tree: Tree) -> Tree:
     planned = copy.deepcopy(tree)
     del planned["ckpt_path"]
     trainer = planned["trainer"]
-    folders = (_save_dir(logger) for logger in _listed(trainer.get("logger")))
+    folders = (_save_dir(logger) for logger in listed(trainer.get("logger")))
     place = next((folder for folder in folders if folder), trainer.get("default_root_dir") or ".")
     logger = {"class_path": "CSVLogger", "init_args": {"save_dir": place}}
     trainer |= {
@@ -119,7 +77,7 @@ class Smaller:
         note: gets each finding on what a rehearsal cannot try.
     """
 
-    def __init__(self, tree: Tree, folder: Path, note: Callable[[Finding], None]) -> None:
+    def __init__(self, tree: Tree, folder: Path, note: Callable[[RunFinding], None]) -> None:
         self._big = tree
         self._folder = folder
         self._note = note
@@ -142,7 +100,7 @@ class Smaller:
         return tree
 
     def _untried(self, key: str, text: str) -> None:
-        self._note(Finding(Kind.UNTRIED, key, text))
+        self._note(RunFinding(Kind.UNTRIED, key, text))
 
     # ---------------------------------------------------------------- model
 
@@ -165,7 +123,9 @@ class Smaller:
             count = write_tiny(model, Loading(**given), folder)
             self._models[model] = str(folder)
             self._note(
-                Finding(Kind.TRIED, "", f"{model} as a model of {count:,} parameters of its kind")
+                RunFinding(
+                    Kind.TRIED, "", f"{model} as a model of {count:,} parameters of its kind"
+                )
             )
         return self._models[model]
 
@@ -173,7 +133,7 @@ class Smaller:
 
     def _make_trainer(self, trainer: Tree) -> None:
         processes = self._strategy(trainer)
-        for logger in _listed(trainer.get("logger")):
+        for logger in listed(trainer.get("logger")):
             if class_of(logger) not in ("TensorBoardLogger", "CSVLogger", ""):
                 self._untried("trainer.logger", f"{class_of(logger)} would send to its service")
         runs = {"save_dir": str(self._folder), "name": "run"}
@@ -240,7 +200,7 @@ class Smaller:
             self._untried(key, f"{name} connects processes; weights stay in one here")
             return None
         if name not in _ON_CPUS:
-            self._untried(key, f"{name} needs GPUs; weights go through shared memory instead")
+            self._untried(key, f"{name} is not tried; weights go through shared memory instead")
             return None
         given = dict(transport.get("init_args") or {}) if isinstance(transport, dict) else {}
         if name == "CheckpointTransport":
@@ -311,7 +271,3 @@ def _save_dir(logger: Any) -> str | None:
     given = logger.get("init_args") or {} if isinstance(logger, dict) else {}
     folder: str | None = given.get("save_dir")
     return folder
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value in (None, True, False) else [value]

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_rl.cli.children import last_words, start_command
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.cli.rehearse.smaller import ITERATIONS
 from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.rollout import RolloutStatus
@@ -40,7 +40,7 @@ class Stages:
         self._options = list(options)
         self._rollouts, self._evaluates = rollouts, evaluates
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Iterator[RunFinding]:
         """Yield what each stage shows; a failure ends all that would need its result."""
         failed = self._fit_and_kill()
         if failed is not None:
@@ -65,7 +65,7 @@ class Stages:
             yield failed or _tried("an evaluation of the last checkpoint")
         yield from _exports(run)
 
-    def _fit_and_kill(self) -> Finding | None:
+    def _fit_and_kill(self) -> RunFinding | None:
         """Train until there is a checkpoint, and kill all processes then."""
         child = start_command("fit", *self._config)
         try:
@@ -79,7 +79,7 @@ class Stages:
         finally:
             child.kill()
 
-    def _stage(self, what: str, *command: str) -> Finding | None:
+    def _stage(self, what: str, *command: str) -> RunFinding | None:
         """Run a command to its end; returns what is wrong, if anything is."""
         child = start_command(*command)
         try:
@@ -89,34 +89,34 @@ class Stages:
             child.kill()
 
 
-def _tried(text: str) -> Finding:
-    return Finding(Kind.TRIED, "", text)
+def _tried(text: str) -> RunFinding:
+    return RunFinding(Kind.TRIED, "", text)
 
 
-def _failure(what: str, child: Child) -> Finding:
+def _failure(what: str, child: Child) -> RunFinding:
     """Describe how a command failed, by its error message if it has one."""
     status = child.status
     how = f"did not end within {STAGE_S:g} s" if status is None else ending(status)
-    return Finding(Kind.FAILS, "", f"{what} {how}{last_words(child)}")
+    return RunFinding(Kind.FAILS, "", f"{what} {how}{last_words(child)}")
 
 
-def _rollouts(run: Path) -> Iterator[Finding]:
+def _rollouts(run: Path) -> Iterator[RunFinding]:
     """Yield what the rollouts of the small run show."""
     rollouts = [rollout for rollout in RerunLog(run).all_rollouts() if not rollout.demonstration]
     if errors := [rollout.error for rollout in rollouts if rollout.error is not None]:
         share = f"{len(errors)} of {len(rollouts)} rollouts failed, first"
-        yield Finding(Kind.FAILS, "data", f"{share}: {errors[0]:.300}")
+        yield RunFinding(Kind.FAILS, "data", f"{share}: {errors[0]:.300}")
     done = [rollout for rollout in rollouts if rollout.status is RolloutStatus.COMPLETED]
     for reason in ("max_turns", "max_seconds"):
         if done and all(rollout.finish_reason == reason for rollout in done):
-            yield Finding(
+            yield RunFinding(
                 Kind.WASTES,
                 f"data.agent.{reason}",
                 f"all {len(done)} rollouts were ended by it, none by the environment",
             )
 
 
-def _exports(run: Path) -> Iterator[Finding]:
+def _exports(run: Path) -> Iterator[RunFinding]:
     """Load each exported model with transformers, and compute with it."""
     for config in sorted((run / "hf").rglob("config.json")):
         folder = config.parent
@@ -127,9 +127,9 @@ def _exports(run: Path) -> Iterator[Finding]:
                 finite = bool(torch.isfinite(lm(ids).logits).all())
         except Exception as error:  # whatever transformers raises
             text = f"the export cannot be loaded: {type(error).__name__}: {error!s:.300}"
-            yield Finding(Kind.FAILS, "trainer.callbacks.HFExport", text)
+            yield RunFinding(Kind.FAILS, "trainer.callbacks.HFExport", text)
             continue
         if finite:
             yield _tried("an export, loaded by transformers")
         else:
-            yield Finding(Kind.FAILS, "trainer.callbacks.HFExport", "its logits are not finite")
+            yield RunFinding(Kind.FAILS, "trainer.callbacks.HFExport", "its logits are not finite")

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_rl.agents.tools import Toolbox
-from lightning_rl.cli.rehearse.findings import Finding, Kind
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.run.loop.background import run_async
 
 _EXAMPLES = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-def try_tools(toolbox: Toolbox) -> Iterator[Finding]:
+def try_tools(toolbox: Toolbox) -> Iterator[RunFinding]:
     """Yield what a call of each tool shows: that it answers, fails, or blocks.
 
     Arguments are examples of the types of its schema, so a tool may well refuse them.
@@ -21,7 +21,7 @@ def try_tools(toolbox: Toolbox) -> Iterator[Finding]:
         [answer] = run_async(toolbox.answer([call]))
         error = answer.get("error")
         if error == "timeout":
-            yield Finding(
+            yield RunFinding(
                 Kind.FAILS,
                 "data.agent.tools",
                 f"{name} did not return within call_timeout={toolbox.call_timeout:g} s; every call "
@@ -29,7 +29,7 @@ def try_tools(toolbox: Toolbox) -> Iterator[Finding]:
             )
         else:
             what = "answers" if error is None else f"answers with an error ({error})"
-            yield Finding(Kind.TRIED, "data.agent.tools", f"{name} {what}")
+            yield RunFinding(Kind.TRIED, "data.agent.tools", f"{name} {what}")
 
 
 def _arguments(schema: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import transformers as hf
 
 from lightning_rl.agents.base import SingleTurn
 from lightning_rl.agents.tools import Toolbox
-from lightning_rl.cli.rehearse.findings import Finding, Kind, RunVerdict
+from lightning_rl.cli.rehearse.findings import Kind, RunFinding, RunVerdict
 from lightning_rl.cli.rehearse.judge_cost import Prices, judge_costs
 from lightning_rl.cli.rehearse.smaller import REWARD, Smaller, without_weights, world_size
 from lightning_rl.cli.rehearse.spread import by_chance
@@ -173,7 +173,7 @@ def test_the_precision_is_the_runs_where_a_cpu_has_it(given, used, untried, big_
         ("CollectiveTransport", {"backend": "nccl", "host": "10.0.0.1", "keep_copy": False},
          {"backend": "gloo", "host": "127.0.0.1", "keep_copy": False}),
         ("CheckpointTransport", {"directory": "/shared", "keep": 3}, {"keep": 3}),
-        ("NCCLTransport", {}, None),
+        ("OwnTransport", {}, None),
     ],
 )  # fmt: skip
 def test_servers_get_weights_as_in_the_run(name, given, used, big_model, tmp_path):
@@ -272,7 +272,7 @@ def test_a_run_is_told_what_its_judge_reads_writes_and_costs():
 )
 def test_the_worst_finding_is_the_status(kinds, status):
     verdict = RunVerdict(
-        "a.yaml", [Finding(kind, "data.rewards", "<b> is wrong") for kind in kinds]
+        "a.yaml", [RunFinding(kind, "data.rewards", "<b> is wrong") for kind in kinds]
     )
     assert verdict.status == status
     text, page = "\n".join(verdict.lines()), verdict.page()

@@ -298,17 +298,16 @@ def test_what_engines_take_of_a_gpu():
 
 def test_the_options_of_the_command_itself_are_taken_from_those_of_fit():
     own, rest = own_options(["--config", "a.yaml", "--data.seed", "-1", "--trainer.callbacks+=X"])
-    assert (own.gpu_memory_gb, own.gpus, own.run) == (None, None, False)
+    assert (own.gpu_memory_gb, own.gpus, own.rewards) == (None, None, False)
     assert rest == ["--config", "a.yaml", "--data.seed", "-1", "--trainer.callbacks+=X"]
-    own, rest = own_options(["--gpu_memory_gb", "24.5", "--x", "1", "--run", "--gpus=8", "-c", "b"])
-    assert (own.gpu_memory_gb, own.gpus, own.run) == (24.5, 8, True)
-    assert rest == ["--x", "1", "-c", "b"]
+    own, rest = own_options(["--gpu_memory_gb", "24.5", "--rewards", "--x", "1", "--gpus=8"])
+    assert (own.gpu_memory_gb, own.gpus, own.rewards) == (24.5, 8, True)
+    assert rest == ["--x", "1"]
     for wrong in (["--gpu_memory_gb"], ["--gpu_memory_gb", "H100"], ["--gpu_memory_gb=-1"]):
         with pytest.raises(ConfigError, match="must be a number > 0, the memory of one GPU"):
             own_options(wrong)
     for wrong in (["--gpus"], ["--gpus", "some"], ["--gpus=0"], ["--gpus=-8"], ["--gpus=1.5"]):
         with pytest.raises(ConfigError, match="must be a whole number >= 1"):
             own_options(wrong)
-    for wrong in (["--no_rollout", "--run"], ["--run", "--rewards"]):
-        with pytest.raises(ConfigError, match=" and ".join(wrong)):
-            own_options(wrong)
+    with pytest.raises(ConfigError, match="--no_rollout and --rewards exclude each other"):
+        own_options(["--rewards", "--no_rollout"])
