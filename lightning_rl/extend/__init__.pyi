@@ -254,6 +254,10 @@ from lightning_rl.run.retry import (
 from lightning_rl.sync.base import (
     WeightTransport as WeightTransport,
 )
+from lightning_rl.sync.native import (
+    IPCTransport as IPCTransport,
+    NCCLTransport as NCCLTransport,
+)
 from lightning_rl.sync.schedule import (
     CollectorSchedule as CollectorSchedule,
     CollectorStatus as CollectorStatus,

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_rl.engines.base import Engine
 from lightning_rl.engines.push import HeldDigests
 from lightning_rl.engines.replicas.replica import Replica
-from lightning_rl.engines.replicas.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.errors import ConfigError, WeightSyncError, require_at_least
 from lightning_rl.sync.base import InProcess, MergedInProcess, WeightTransport
 from lightning_rl.sync.replicas import ReplicaPush, submit
@@ -161,6 +161,12 @@ class StagedTransport(WeightTransport):
         return _fetched(self.receiver(torch.device("cpu"), 0), buckets)
 
     def _require_other_end(self, engine: ReplicatedEngine) -> None:
+        if engine.transfer_backend != OUR_TRANSFER:
+            raise ConfigError(
+                f"{type(self).__name__} does not work with the engine's weight_transfer_config, "
+                f"backend: {engine.transfer_backend}; leave that out, or use NCCLTransport or "
+                "IPCTransport"
+            )
         module, _, name = self._other_end().partition(".")
         if module == "__main__" or "<locals>" in name:
             raise ConfigError(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support import forked
-from tests.support.ports import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 from tests.support.ranks_checks import command
 from tests.support.signalled import FIT, configure, require_same_end, saved
 

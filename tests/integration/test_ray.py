@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rl.engines import RayEngine, Sampling
+from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import EngineError, IncompleteWeightsError, ReplicaError
 from lightning_rl.run.loop.background import run_async
 from lightning_rl.sync.collective import CollectiveTransport
@@ -35,7 +36,6 @@ from tests.support.engine_checks import (
     scaled,
     wait_for,
 )
-from tests.support.ports import free_port
 from tests.support.shared_engines import NODE, SIZES
 
 ray = pytest.importorskip("ray")

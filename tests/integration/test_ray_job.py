@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import yaml
 
-from tests.support.ports import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 from tests.support.signalled import configure
 from tests.support.two_ranks import ROOT
 

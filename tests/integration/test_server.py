@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 
 from lightning_rl.engines import Sampling, StructuredOutputs, VLLMServer
-from lightning_rl.engines.replicas.server_process import ServerProcess
+from lightning_rl.engines.replicas.server_process import ServerProcess, free_port
 from lightning_rl.errors import ReplicaError, WeightSyncError
 from lightning_rl.models.lora import LoRA
 from lightning_rl.models.policy import Policy
@@ -38,7 +38,6 @@ from tests.support.engine_checks import (
     scaled,
     train_adapters,
 )
-from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.timeout(500)]
 

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from benchmarks.support import forked
+from lightning_rl.engines.replicas.server_process import free_port
 from recipes.math.make_model import prepare
 from tests.support import slurm_cluster
-from tests.support.ports import free_port
 from tests.support.signalled import configure
 
 pytestmark = [

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support import forked
-from tests.support.ports import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 
 SECONDS = 280
 """The longest time of one function, less than pytest gives the test that asked for it."""

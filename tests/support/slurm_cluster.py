@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.support.ports import free_port
+from lightning_rl.engines.replicas.server_process import free_port
 
 NODES = ("n1", "n2")
 UNPACKED = Path(__file__).parents[2] / "build" / "slurm" / "usr"

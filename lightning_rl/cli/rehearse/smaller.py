@@ -200,7 +200,7 @@ class Smaller:
             self._untried(key, f"{name} connects processes; weights stay in one here")
             return None
         if name not in _ON_CPUS:
-            self._untried(key, f"{name} is not tried; weights go through shared memory instead")
+            self._untried(key, f"{name} needs GPUs; weights go through shared memory instead")
             return None
         given = dict(transport.get("init_args") or {}) if isinstance(transport, dict) else {}
         if name == "CheckpointTransport":

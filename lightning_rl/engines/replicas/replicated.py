@@ -21,6 +21,9 @@ from lightning_rl.engines.vllm.forms import weight_shapes
 from lightning_rl.errors import EngineError, ReplicaError, SyncTimeoutError, require_at_least
 from lightning_rl.run.loop.background import run_async
 
+OUR_TRANSFER = "lightning_rl"
+"""The weight transfer that most transports use; ``options`` may name one of vLLM's own."""
+
 _ATTEMPTS = 4
 """Replicas that one request may lose before it is considered the cause."""
 
@@ -47,6 +50,7 @@ class ReplicatedEngine(Engine):
     """
 
     serves_all_ranks = True
+    transfer_backend = OUR_TRANSFER
 
     def __init__(
         self,

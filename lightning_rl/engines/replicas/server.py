@@ -15,7 +15,7 @@ import torch
 from lightning_rl.config.arguments import configurable
 from lightning_rl.engines.replicas.http import HTTPReplica
 from lightning_rl.engines.replicas.replica import Replica
-from lightning_rl.engines.replicas.replicated import ReplicatedEngine
+from lightning_rl.engines.replicas.replicated import OUR_TRANSFER, ReplicatedEngine
 from lightning_rl.engines.replicas.server_list import ServerList, follow, read_urls, require_url
 from lightning_rl.engines.replicas.server_process import ListeningServer
 from lightning_rl.engines.vllm.settings import VLLMEngine
@@ -32,7 +32,7 @@ _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 SERVER_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
 SERVER_ARGUMENTS = {
     "worker_extension_cls": f"{_WORKER}.WorkerExtension",
-    "weight_transfer_config": {"backend": "lightning_rl"},
+    "weight_transfer_config": {"backend": OUR_TRANSFER},
     "middleware": "lightning_rl.engines.replicas.server_access.ServerAccess",
     "enable_scale_out": True,  # token ids in, token ids out
 }
@@ -92,11 +92,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
                     "name as many for each server, like '0,1'"
                 )
         super().__init__(dtype=dtype, **shared)
-        if "weight_transfer_config" in self._settings.options:
-            raise ConfigError(
-                "options.weight_transfer_config is set by VLLMServer, for the transport of "
-                "WeightSync; leave it out"
-            )
+        transfer = self._settings.options.get("weight_transfer_config") or {}
+        self.transfer_backend = str(transfer.get("backend", OUR_TRANSFER))
         self.urls = urls
         listed = len(urls) if isinstance(urls, list) else 2  # of a ServerList: several
         self.replica_count = replicas if urls is None else listed
@@ -111,6 +108,8 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
         return trainer if self.urls is not None else super()._dtype_beside(trainer)
 
     def must_merge(self, rank: int) -> str | None:
+        if self.transfer_backend != OUR_TRANSFER:
+            return f"vLLM's own transfer, backend {self.transfer_backend}, brings whole weights"
         if self.urls is not None and self.adapters is None:
             return "servers at urls may lack --enable-lora; if they have it, set adapters: apart"
         return super().must_merge(rank)
@@ -185,6 +184,9 @@ class VLLMServer(ReplicatedEngine, VLLMEngine):
             environment["CUDA_VISIBLE_DEVICES"] = self.devices[index]
         if self.replica_count > 1 and self.tensor_parallel_size == 1:
             environment = own_cores(index, self.replica_count) | environment
+        if self.transfer_backend == "ipc":
+            # Handles of GPU memory come pickled, from who has the key.
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         launch = partial(ListeningServer, command, environment)
         own = key, launch, self.takes_adapters, self._timeouts
         return HTTPReplica("http://127.0.0.1", *own, connections=self._connections())

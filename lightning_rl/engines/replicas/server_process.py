@@ -47,6 +47,12 @@ def held_port(host: str) -> socket.socket:
     raise OSError(f"none of the ports in {_ASKED_FOR} is free on {host}")
 
 
+def free_port(host: str = _HERE) -> int:
+    """Return a TCP port of this machine on which nothing listens."""
+    with held_port(host) as held:
+        return int(held.getsockname()[1])
+
+
 class ServerProcess(Child):
     """A server that ends with this process at the latest.
 

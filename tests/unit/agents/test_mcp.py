@@ -9,11 +9,11 @@ import pytest
 
 from lightning_rl.agents.mcp import MCPTools
 from lightning_rl.agents.tools import Toolbox
+from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import ConfigError, EpisodeError
 from lightning_rl.rollout import Picture
 from lightning_rl.run.loop.background import run_async
 from tests.support.agents import tool_calls
-from tests.support.ports import free_port
 
 SERVER = '''
 import asyncio, os, sys

@@ -173,7 +173,7 @@ def test_the_precision_is_the_runs_where_a_cpu_has_it(given, used, untried, big_
         ("CollectiveTransport", {"backend": "nccl", "host": "10.0.0.1", "keep_copy": False},
          {"backend": "gloo", "host": "127.0.0.1", "keep_copy": False}),
         ("CheckpointTransport", {"directory": "/shared", "keep": 3}, {"keep": 3}),
-        ("OwnTransport", {}, None),
+        ("NCCLTransport", {}, None),
     ],
 )  # fmt: skip
 def test_servers_get_weights_as_in_the_run(name, given, used, big_model, tmp_path):

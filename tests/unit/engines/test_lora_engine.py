@@ -74,6 +74,11 @@ def test_apart_is_the_default_in_16_bits(adapters, dtype, apart):
         (lambda **a: VLLMLocal(quantization="fp8", **a), None, "quantization='fp8'"),
         (lambda **a: VLLMLocal(sleep_level=2, **a), None, "sleep_level=2"),
         (lambda **a: VLLMServer(tensor_parallel_size=2, **a), None, "tensor_parallel_size=2"),
+        (
+            lambda **a: VLLMServer(options={"weight_transfer_config": {"backend": "nccl"}}, **a),
+            None,
+            "backend nccl, brings whole weights",
+        ),
         (lambda **a: TransformersEngine(**a), "DoRA is no sum", "DoRA is no sum"),
     ],
 )

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
+from lightning_rl.engines.replicas.server_process import free_port
 from lightning_rl.errors import ConfigError, RewardError
 from lightning_rl.run.processes import dist
-from tests.support.ports import free_port
 
 TIMEOUT = timedelta(seconds=77)
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list")

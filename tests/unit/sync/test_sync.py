@@ -23,6 +23,7 @@ from lightning_rl.sync.checkpoint import CheckpointTransport, read_weights
 from lightning_rl.sync.collective import CollectiveTransport
 from lightning_rl.sync.group import BroadcastGroup
 from lightning_rl.sync.memory import MemoryTransport, fill, lay_out, unpack
+from lightning_rl.sync.native import IPCTransport, NCCLTransport
 from lightning_rl.sync.schedule import (
     CollectorSchedule,
     CollectorStatus,
@@ -357,6 +358,8 @@ def test_what_a_push_takes_of_a_gpu_is_its_buckets_not_a_copy(monkeypatch):
     for keep_copy in (True, False):
         transport = CollectiveTransport(bucket_mb=64, keep_copy=keep_copy)
         assert transport.gpu_bytes == 2 * 64 * 2**20
+    assert IPCTransport(bucket_mb=16).gpu_bytes == 16 * 2**20
+    assert NCCLTransport(bucket_mb=16).gpu_bytes == 3 * 16 * 2**20
 
 
 # -------------------------------------------------------------------- documentation
