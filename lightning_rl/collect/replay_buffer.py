@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_rl.algos.losses import SFTMix
 from lightning_rl.algos.objective import Objective
 from lightning_rl.collect.samplers import BufferEntry, Sampler, Uniform
 from lightning_rl.config.arguments import configurable
@@ -68,7 +69,17 @@ class ReplayBuffer:
         self._exchanges = 0
 
     def check(self, objective: Objective, use_rollout_logprobs: bool) -> None:
-        """Warn if nothing corrects for off-policy rollouts."""
+        """Reject a loss that cannot imitate demonstrations; warn if nothing corrects for off-policy
+        rollouts.
+
+        Raises:
+            ConfigError: if the sampler gives demonstrations, and the loss is not ``SFTMix``.
+        """
+        if self.sampler.gives_demonstrations and not isinstance(objective.loss, SFTMix):
+            raise ConfigError(
+                f"buffer.sampler={type(self.sampler).__name__} with demonstration > 0 needs "
+                f"model.loss=SFTMix, not {type(objective.loss).__name__}; change one of them"
+            )
         warn_if_uncorrected("replayed", objective, use_rollout_logprobs)
 
     def use_file(self, path: Path) -> None:
@@ -106,11 +117,12 @@ class ReplayBuffer:
         # Stateless, so that a resumed run draws the same.
         random = np.random.default_rng([self.seed, self._exchanges])
         self._exchanges += 1
-        chosen = self.sampler.choose(old, self.sampler.groups, random)
+        chosen = self.sampler.choose(old, self.sampler.count(len(fresh)), random)
         replayed = [self.store.group(entry.place) for entry in chosen]
+        added = [*replayed, *self.sampler.demonstrations(len(fresh), random)]
         self.metrics = {
             "buffer/size": float(len(self.entries)),
-            "buffer/replayed_share": len(replayed) / (len(fresh) + len(replayed)),
+            "buffer/replayed_share": len(replayed) / (len(fresh) + len(added)),
             **evicted,
             **{f"sample/{name}": value for name, value in self.sampler.metrics().items()},
         }
@@ -118,7 +130,7 @@ class ReplayBuffer:
             staleness = [float(version - entry.oldest) for entry in chosen]
             self.metrics["buffer/staleness_mean"] = summarize(staleness)[0]
             self.metrics["buffer/staleness_max"] = max(staleness)
-        return replayed
+        return added
 
     def state_dict(self) -> dict[str, Any]:
         """Return references to the buffered groups, as primitives; the groups stay in the file."""

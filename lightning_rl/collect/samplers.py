@@ -3,12 +3,15 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from lightning_rl.config.arguments import configurable
-from lightning_rl.errors import ConfigError, require_at_least, require_finite
+from lightning_rl.data.rollouts.files import open_rollouts
+from lightning_rl.errors import ConfigError, DataError, require_at_least, require_finite
+from lightning_rl.rollout import Group
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,15 @@ class Sampler(ABC):
         require_at_least(0, groups=groups)
         self.groups = groups
 
+    @property
+    def gives_demonstrations(self) -> bool:
+        """True if :meth:`demonstrations` returns groups to imitate, which needs ``SFTMix``."""
+        return False
+
+    def count(self, fresh: int) -> int:
+        """Return the number of groups to replay with so many fresh ones."""
+        return self.groups
+
     @abstractmethod
     def choose(
         self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
@@ -45,6 +57,10 @@ class Sampler(ABC):
         """Return at most ``count`` different entries; all given ones are older than the fresh
         groups.
         """
+
+    def demonstrations(self, fresh: int, random: np.random.Generator) -> list[Group]:
+        """Return groups from another source, to be imitated."""
+        return []
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last choice, which are recorded as ``sample/<name>``.
@@ -155,3 +171,110 @@ class AdvantagePriority(_Weighted):
         positive = spread > 0
         logs = np.log(spread, where=positive, out=np.zeros_like(spread))
         return np.where(positive, self.alpha * logs, -np.inf)
+
+
+@configurable
+class Mixed(Sampler):
+    """Mixes fresh groups, replayed ones and demonstrations in given shares of the batch.
+
+    All F fresh groups are trained on, together with F * replayed / fresh replayed groups and F *
+    demonstration / fresh demonstrations, rounded, where fresh = 1 - replayed - demonstration.
+
+    Args:
+        replayed: share of replayed groups, which ``pick`` chooses.
+        demonstration: share of rollouts to imitate, each a group of its own; needs ``SFTMix``.
+        demonstration_path: a rollout file; its completed rollouts with a reward of at least
+            ``demonstration_reward`` are demonstrations.
+        demonstration_reward: minimum reward of a demonstration; None: all graded rollouts.
+        pick: chooses the groups to replay; None: ``Uniform``.
+
+    Raises:
+        ConfigError: for shares that leave no room for fresh groups, or ``demonstration`` without a
+            file.
+    """
+
+    def __init__(
+        self,
+        replayed: float = 0.25,
+        demonstration: float = 0.0,
+        demonstration_path: str | None = None,
+        demonstration_reward: float | None = None,
+        pick: Sampler | None = None,
+    ) -> None:
+        super().__init__()
+        require_finite(
+            replayed=replayed,
+            demonstration=demonstration,
+            demonstration_reward=demonstration_reward,
+        )
+        if min(replayed, demonstration) < 0 or replayed + demonstration >= 1:
+            raise ConfigError(
+                f"Mixed(replayed={replayed}, demonstration={demonstration}): shares must be >= 0 "
+                "and sum to less than 1; the rest are fresh groups"
+            )
+        if (demonstration > 0) != (demonstration_path is not None):
+            raise ConfigError(
+                f"Mixed(demonstration={demonstration}, demonstration_path={demonstration_path!r}): "
+                "set both, or neither"
+            )
+        self.replayed = replayed
+        self.demonstration = demonstration
+        self.demonstration_path = demonstration_path
+        self.demonstration_reward = demonstration_reward
+        self.pick = pick or Uniform()
+
+    @property
+    def gives_demonstrations(self) -> bool:
+        return self.demonstration > 0
+
+    def count(self, fresh: int) -> int:
+        return round(fresh * self.replayed / (1 - self.replayed - self.demonstration))
+
+    def choose(
+        self, entries: Sequence[BufferEntry], count: int, random: np.random.Generator
+    ) -> list[BufferEntry]:
+        return self.pick.choose(entries, count, random)
+
+    def demonstrations(self, fresh: int, random: np.random.Generator) -> list[Group]:
+        count = round(fresh * self.demonstration / (1 - self.replayed - self.demonstration))
+        if count == 0:
+            return []
+        known = self._known
+        drawn = random.choice(len(known), size=min(count, len(known)), replace=False)
+        return [known[i] for i in sorted(drawn)]
+
+    def metrics(self) -> dict[str, float]:
+        return self.pick.metrics()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.pick.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.pick.load_state_dict(state)
+
+    @cached_property
+    def _known(self) -> list[Group]:
+        assert self.demonstration_path is not None
+        return _read_demonstrations(self.demonstration_path, self.demonstration_reward)
+
+
+def _read_demonstrations(path: str, least: float | None) -> list[Group]:
+    """Read them as groups of one, whose advantage is zero; their tokens get version -1."""
+    demonstrations: list[Group] = []
+    for recorded in open_rollouts(path).read():
+        rollout = recorded.rollout
+        if not rollout.completed or rollout.reward is None:
+            continue
+        if least is not None and rollout.reward < least:
+            continue
+        rollout.group_id = f"demonstration/{len(demonstrations)}"
+        rollout.demonstration = True
+        for row in rollout.rows:
+            row.versions[:] = [-1] * len(row.versions)
+        demonstrations.append([rollout])
+    if not demonstrations:
+        raise DataError(
+            f"{path}: no completed rollout has a reward of at least {least}; lower "
+            "demonstration_reward"
+        )
+    return demonstrations

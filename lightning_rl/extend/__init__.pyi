@@ -91,6 +91,7 @@ from lightning_rl.collect.samplers import (
     FIFO as FIFO,
     AdvantagePriority as AdvantagePriority,
     BufferEntry as BufferEntry,
+    Mixed as Mixed,
     RewardPriority as RewardPriority,
     Sampler as Sampler,
     Uniform as Uniform,

@@ -36,6 +36,7 @@ from lightning_rl.cli.rerun.rollouts import rerun_rollout
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.replay_buffer import ReplayBuffer
+from lightning_rl.collect.samplers import Mixed
 from lightning_rl.data.packing import pack_rollouts
 from lightning_rl.data.sources import JSONLPrompts
 from lightning_rl.errors import ConfigError
@@ -287,9 +288,7 @@ def test_a_streamed_update_is_the_same(qwen, rows, tmp_path):
 
 
 def test_old_groups_are_replayed_with_their_pictures(qwen, rows, tmp_path):
-    buffer = ReplayBuffer(
-        str(tmp_path / "groups.db"),
-    )
+    buffer = ReplayBuffer(str(tmp_path / "groups.db"), sampler=Mixed(replayed=0.5))
     module, trainer = run(qwen, rows, tmp_path, data={"buffer": buffer}, correction=TokenTIS())
     assert trainer.callback_metrics["buffer/replayed_share"] > 0
     current = trainer.datamodule._loader.current

@@ -10,7 +10,7 @@ import lightning_rl as rl
 from lightning_rl import envs
 from lightning_rl.algos.schedules import AdaptiveCoefficient
 from lightning_rl.callbacks import Evaluate, RLCallback, StepTimer, WeightSync
-from lightning_rl.collect.samplers import Uniform
+from lightning_rl.collect.samplers import Mixed, Uniform
 from lightning_rl.data.mixing import ByPassRate
 from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.envs.rows import Clips
@@ -23,7 +23,7 @@ from tests.support.resumed import PER_EPOCH, Case
 from tests.support.small_run import adamw, grpo, numbers, ppo, share_of_sevens
 from tests.support.three_calls import ThreeCalls
 from tests.support.tiny_vision import save_picture_rows, share_of_even
-from tests.support.turn_rollouts import random_episodes
+from tests.support.turn_rollouts import played, random_episodes
 
 SMALL = {"groups_per_iteration": 3, "group_size": 3, "iterations_per_epoch": PER_EPOCH}
 ALL = ("within", "epoch", "collected")
@@ -79,9 +79,11 @@ def buffer(sampler):
     return rl.ReplayBuffer("groups.sqlite", capacity=6, max_staleness=2, sampler=sampler)
 
 
-def demonstrations():
-    rows = [{"prompt": f"{n}=", "completion": str(n)} for n in range(200, 207)]
-    return rl.DemonstrationRows(rl.IterablePrompts(rows, seed=2), per_iteration=2)
+def expert_buffer():
+    if not Path("experts.jsonl").exists():
+        rollouts = [played([(None, 3, None)], 1.0, group_id=str(n)) for n in range(4)]
+        open_rollouts(Path("experts.jsonl")).append(rollouts, 0)
+    return buffer(Mixed(0.25, 0.25, "experts.jsonl"))
 
 
 def mixture():
@@ -125,7 +127,9 @@ LANGUAGE = {
         train_prompts=lambda: rl.PassRateCurriculum(numbers(100, 116), success_reward=0.4),
         buffer=lambda: buffer(Uniform(2)),
     ),
-    "demonstrations": language(partial(grpo, loss=rl.SFTMix()), demonstrations=demonstrations),
+    "experts": language(
+        partial(grpo, loss=rl.SFTMix(), correction=rl.TokenTIS()), buffer=expert_buffer
+    ),
     "mixture": language(grpo, train_prompts=mixture),
     "branching": language(
         partial(grpo, advantage=rl.TreeRLOO(), ppo_epochs=2),
@@ -187,7 +191,7 @@ def pictures(module, **options):
 TOWER = {"vision": rl.Vision(train_tower=True, tower_lr=1e-3)}
 PICTURES = {
     "pictures": pictures(
-        partial(grpo, correction=rl.TokenTIS()), buffer=lambda: buffer(Uniform(4))
+        partial(grpo, correction=rl.TokenTIS()), buffer=lambda: buffer(Mixed(replayed=0.5))
     ),
     "a tower and a critic": pictures(
         partial(

@@ -7,21 +7,24 @@ import pytest
 import torch
 
 from lightning_rl.algos.correction import TokenTIS
+from lightning_rl.algos.losses import SFTMix
 from lightning_rl.callbacks import RunReport, WeightSync
 from lightning_rl.collect.replay_buffer import ReplayBuffer
 from lightning_rl.collect.samplers import (
     FIFO,
     AdvantagePriority,
     BufferEntry,
+    Mixed,
     RewardPriority,
     Uniform,
 )
 from lightning_rl.data.curriculum import PassRateCurriculum
+from lightning_rl.data.rollouts.files import open_rollouts
 from lightning_rl.data.rollouts.store import RolloutStore
 from lightning_rl.data.sources import IterablePrompts
 from lightning_rl.datamodule import RLDataModule
 from lightning_rl.engines import Sampling, TransformersEngine
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import RolloutStatus
 from tests.support.grouped import grouped
@@ -100,8 +103,9 @@ class Newest(Uniform):
         return {"offered": float(self.offered)}
 
 
-def test_a_sampler_records_metrics_of_its_own(buffer, make_group):
-    replay = buffer(sampler=Newest(groups=1))
+@pytest.mark.parametrize("wrap", [lambda own: own, lambda own: Mixed(replayed=0.5, pick=own)])
+def test_a_sampler_records_metrics_of_its_own(buffer, make_group, wrap):
+    replay = buffer(sampler=wrap(Newest(groups=1)))
     replay.exchange([make_group(0, place) for place in range(3)], version=0)
     assert replay.metrics["sample/offered"] == 0.0
     replay.exchange([make_group(1, 0)], version=1)
@@ -161,7 +165,7 @@ def test_impossible_bounds_are_refused(buffer, options):
 
 # ---------------------------------------------------------------- resume
 
-SAMPLERS = [FIFO(2), Uniform(2), RewardPriority(2), AdvantagePriority(2)]
+SAMPLERS = [FIFO(2), Uniform(2), RewardPriority(2), AdvantagePriority(2), Mixed(0.4)]
 
 
 @pytest.mark.parametrize("index", range(len(SAMPLERS)), ids=lambda i: type(SAMPLERS[i]).__name__)
@@ -169,7 +173,7 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(
     tmp_path, make_group, monkeypatch, index
 ):
     def make(name):
-        sampler = [FIFO(2), Uniform(2), RewardPriority(2), AdvantagePriority(2)][index]
+        sampler = [FIFO(2), Uniform(2), RewardPriority(2), AdvantagePriority(2), Mixed(0.4)][index]
         return ReplayBuffer(
             str(tmp_path / name), capacity=7, max_staleness=4, sampler=sampler, seed=3
         )
@@ -278,6 +282,42 @@ def test_the_priority_of_a_group_is_its_mean_absolute_advantage(buffer, make_gro
     assert [(e.reward, e.spread) for e in replay.entries] == [(0.5, 0.25)]
 
 
+def test_mixed_keeps_the_shares_and_marks_experts(buffer, make_group, tmp_path):
+    experts = tmp_path / "experts.jsonl"
+    open_rollouts(experts).append(
+        [r for place in range(9) for r in make_group(0, place, rewards=(0.0, 1.0))], 0
+    )
+    sampler = Mixed(
+        replayed=0.25, demonstration=0.25, demonstration_path=str(experts), demonstration_reward=1.0
+    )
+    assert sampler.gives_demonstrations
+    replay = buffer(sampler=sampler)
+    replay.exchange([make_group(0, place) for place in range(8)], version=0)
+    fresh = [make_group(1, place) for place in range(8)]
+    batch = replay.exchange(fresh, version=1)
+    # 8 fresh are one half, so 4 replayed and 4 experts are a quarter each.
+    assert len(batch) == 16
+    assert batch[:8] == fresh
+    assert all(name.startswith("0/") for name in names(batch[8:12]))
+    imitated = batch[12:]
+    assert len({group[0].group_id for group in imitated}) == 4
+    for (rollout,) in imitated:
+        assert (rollout.demonstration, rollout.reward, rollout.versions) == (True, 1.0, [-1, -1])
+    assert replay.metrics["buffer/replayed_share"] == 4 / 16
+
+
+def test_mixed_refuses_what_cannot_be(tmp_path, make_group):
+    with pytest.raises(ConfigError, match="sum to less than 1"):
+        Mixed(replayed=0.5, demonstration=0.5, demonstration_path="x.jsonl")
+    with pytest.raises(ConfigError, match="set both, or neither"):
+        Mixed(demonstration=0.1)
+    path = tmp_path / "experts.jsonl"
+    open_rollouts(path).append(make_group(0, 0), 0)
+    sampler = Mixed(0.0, 0.5, str(path), demonstration_reward=2.0)
+    with pytest.raises(DataError, match=r"no completed rollout has a reward of at least 2\.0"):
+        sampler.demonstrations(4, np.random.default_rng(0))
+
+
 # ---------------------------------------------------------------- in a run
 
 
@@ -319,6 +359,18 @@ def test_a_run_trains_on_older_groups_beside_fresh_ones(tiny_model, tmp_path):
     assert rows[6]["correction/weight_max"] > 1.001
     assert (data.train_prompts.pass_rates != 0.5).any()
     assert len(RolloutStore(tmp_path / "run.sqlite").groups()) == 18
+
+
+def test_experts_need_a_loss_that_imitates(tiny_model, tmp_path, make_group):
+    experts = tmp_path / "experts.jsonl"
+    open_rollouts(experts).append(make_group(0, 0), 0)
+    sampler = Mixed(0.25, 0.25, str(experts))
+    with pytest.raises(ConfigError, match=r"needs model\.loss=SFTMix, not PPOClip"):
+        replaying_run(tiny_model, tmp_path, sampler=sampler)
+    model = {"loss": SFTMix(), "correction": TokenTIS()}
+    history = replaying_run(tiny_model, tmp_path, sampler=sampler, model=model)[0]
+    # 3 x 0.25 / 0.5 = 1.5 rounds to 2, but there are only two rollouts: 3 + 2 replayed + 2.
+    assert history[-1]["buffer/replayed_share"] == 2 / 7
 
 
 def test_uncorrected_replay_warns(tiny_model, tmp_path):
