@@ -5,6 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from itertools import pairwise
+from math import ceil
 from typing import Any
 
 import torch
@@ -46,6 +48,8 @@ from lightning_rl.vision.reader import attention
 CHUNK_ELEMENTS = 1 << 24
 # On a GPU 512 MiB: a chunk of a large vocabulary is to have rows enough to keep it busy.
 CUDA_CHUNK_ELEMENTS = 1 << 27
+ALIGNED = 64
+"""A chunk's columns begin at multiples of this, for which products in 16 bits are fastest."""
 
 
 def _chunk_sums(
@@ -101,10 +105,13 @@ def _chunk_slopes(
 class _ChunkedLogprobs(torch.autograd.Function):
     """Logprobs of N targets and the entropy of each state, never holding all logits at once.
 
-    The first target is the sampled token, which settings of sampling look at. Backward recomputes
-    each chunk's logits: with p = softmax(z / τ) and H its entropy, d logprob[t] / dz = (1[t] - p) /
-    τ and dH / dz = -p (log p + H) / τ; times the slope of the model's own map of logits and of
-    penalties.
+    The first target is the sampled token, which settings of sampling look at. Forward computes all
+    logits of some states at a time, and backward computes them again: with p = softmax(z / τ) and H
+    its entropy, d logprob[t] / dz = (1[t] - p) / τ and dH / dz = -p (log p + H) / τ; times the
+    slope of the model's own map of logits and of penalties. If the weight is trained, and no
+    setting depends on several logits, backward takes some logits of all states at a time instead:
+    each chunk then has the whole gradient of its rows of the weight, and otherwise every chunk
+    would be added to the gradient of all rows.
     Products are computed in ``dtype``, to which weights are cast once per pass; autocast, which
     would cast them again for each chunk, is off meanwhile.
     """
@@ -125,10 +132,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         sums = Sums(
             *(torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in Sums._fields)
         )._replace(picked=torch.empty(targets.shape, dtype=wide, device=hidden.device))
-        states, matrix = hidden.to(dtype), weight.to(dtype)
+        # Detached: what is compiled is the same with and without gradients.
+        states, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
         offset = None if bias is None else bias.to(dtype)
         sums_of = _compiled(_chunk_sums, matrix) if compiled else _chunk_sums
-        for part in _chunks(states, weight.shape[0], compiled):
+        for part in _chunks(len(states), len(weight), states, compiled):
             with _no_autocast(states):
                 chunk = states[part], matrix, offset, targets[part], by.rows(part)
                 for column, found in zip(sums, sums_of(*chunk, vocabulary), strict=True):
@@ -154,26 +162,36 @@ class _ChunkedLogprobs(torch.autograd.Function):
         states, weight, bias, targets, lse, entropy = ctx.saved_tensors
         # What is frozen, such as the head of a LoRA-trained model, gets no gradient computed.
         grad_states, grad_weight, grad_bias = (
-            torch.zeros_like(x) if needed else None
-            for x, needed in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
+            torch.zeros_like(x, dtype=dtype) if needed else None
+            for x, dtype, needed in zip(
+                (states, weight, bias), (lse.dtype, None, None), ctx.needs_input_grad, strict=False
+            )
         )
-        matrix = weight.to(states.dtype)
-        offset = None if bias is None else bias.to(states.dtype)
-        slopes_of = _compiled(_chunk_slopes, matrix) if ctx.compiled else _chunk_slopes
-        for part in _chunks(states, weight.shape[0], ctx.compiled):
-            chunk = states[part], matrix, offset, targets[part], ctx.by.rows(part), ctx.vocabulary
-            of_logprobs = None if grad_logprobs is None else grad_logprobs[part]
-            of_entropy = None if grad_entropy is None else grad_entropy[part, None]
-            grad = slopes_of(*chunk, lse[part, None], entropy[part, None], of_logprobs, of_entropy)
-            if grad_states is not None:
-                grad_states[part] = grad @ matrix
-            if grad_weight is not None:
-                _add_product(grad_weight, grad.T, states[part])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0)
-            del grad  # before there is the next chunk's
+        size, compiled = len(weight), ctx.compiled
+        rows_of, columns_of = _chunks(len(states), size, states, compiled), [slice(0, size)]
+        if grad_weight is not None and ctx.by.is_plain:
+            columns_of = _chunks(size, len(states), states, compiled, ALIGNED)
+            rows_of = [slice(0, len(states))]
+        for columns in columns_of:
+            matrix = weight[columns].to(states.dtype)
+            offset = None if bias is None else bias[columns].to(states.dtype)
+            slopes_of = _compiled(_chunk_slopes, matrix, 1) if compiled else _chunk_slopes
+            within = targets - columns.start
+            for rows in rows_of:
+                chunk = states[rows], matrix, offset, within[rows], ctx.by.rows(rows)
+                of_logprobs = None if grad_logprobs is None else grad_logprobs[rows]
+                of_entropy = None if grad_entropy is None else grad_entropy[rows, None]
+                known = lse[rows, None], entropy[rows, None], of_logprobs, of_entropy
+                grad = slopes_of(*chunk, ctx.vocabulary, *known)
+                if grad_states is not None:
+                    _add_product(grad_states[rows], grad, matrix)
+                if grad_weight is not None:
+                    _add_product(grad_weight[columns], grad.T, states[rows])
+                if grad_bias is not None:
+                    grad_bias[columns] += grad.sum(0)
+                del grad  # before there is the next chunk's
         if grad_states is not None:
-            grad_states = ctx.vocabulary.summed(grad_states).to(ctx.hidden_dtype)
+            grad_states = ctx.vocabulary.summed(grad_states.to(states.dtype)).to(ctx.hidden_dtype)
         return grad_states, grad_weight, grad_bias
 
 
@@ -185,9 +203,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _compiled(function: Callable[..., Any], matrix: Tensor) -> Callable[..., Any]:
-    """Compile a chunk's computation to few kernels, which read its logits once or twice."""
-    torch._dynamo.mark_static(matrix)  # only the number of tokens changes from chunk to chunk
+def _compiled(
+    function: Callable[..., Any], matrix: Tensor, static: int | None = None
+) -> Callable[..., Any]:
+    """Compile a chunk's computation to few kernels, which read its logits once or twice.
+
+    The size of the ``matrix`` in dimension ``static``, None: in both, is the same in all chunks.
+    """
+    torch._dynamo.mark_static(matrix, static)
     return _compile(function)
 
 
@@ -207,11 +230,21 @@ def chunk_elements(device: torch.device) -> int:
     return CUDA_CHUNK_ELEMENTS if device.type == "cuda" else CHUNK_ELEMENTS
 
 
-def _chunks(states: Tensor, vocabulary: int, compiled: bool) -> list[slice]:
-    # Where it is compiled, a chunk in 16 bits has no copy in float32, and may have twice the rows.
+def _chunks(
+    count: int, each: int, states: Tensor, compiled: bool, multiple: int = 1
+) -> list[slice]:
+    """Divide ``count`` rows or columns of ``each`` logits evenly into as few chunks as are allowed.
+
+    So no rest of a single row is left, for which it would be compiled anew. Chunks of many rows or
+    columns begin at a ``multiple``. Without logits there are none.
+    """
+    # Where it is compiled, a chunk in 16 bits has no copy in float32, and may have twice the size.
     times = 2 if compiled and states.dtype.itemsize == 2 else 1
-    rows, step = len(states), max(1, times * chunk_elements(states.device) // vocabulary)
-    return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
+    most = max(1, times * chunk_elements(states.device) // max(1, each))
+    chunks = ceil(count / most) if each else 0
+    step = multiple if count > 8 * multiple * chunks else 1
+    bounds = [count * i // chunks // step * step for i in range(chunks)]
+    return [slice(*bound) for bound in pairwise([*bounds, count])]
 
 
 def _logits_dtype(hidden: Tensor, fp32: bool) -> torch.dtype:
@@ -288,7 +321,7 @@ def likeliest_tokens(
         targets.new_empty(shape),
         hidden.new_empty(shape, dtype=wide),
     )
-    for part in _chunks(hidden, weight.shape[0], compiled=False):
+    for part in _chunks(len(hidden), len(weight), hidden, compiled=False):
         logits, _ = sampled_logits(hidden[part], weight, bias, targets[part], by.rows(part))
         logprobs = logits.log_softmax(-1)
         result.logprobs[part] = logprobs.gather(-1, targets[part, None]).squeeze(-1)

@@ -90,21 +90,27 @@ def test_layers_whose_attention_is_fused_are_compiled_whole(tiny_model, random_b
 
 
 def test_compiled_passes_over_logits_are_the_same_in_any_chunk(monkeypatch):
-    """Seven tokens in chunks of three: the last chunk has one."""
+    """Seven tokens in chunks of two and three, then others, for which nothing is compiled."""
     monkeypatch.setattr(heads, "chunk_elements", lambda device: 3 * 50)
     torch.manual_seed(0)
     linear = nn.Linear(8, 50, dtype=torch.double)
-    hidden = torch.randn(7, 8, dtype=torch.double, requires_grad=True)
-    targets, temperature = torch.randint(50, (7,)), torch.rand(7).double() + 0.5
-    capped = LogitMap(scale=0.5, cap=2.0)
-    for *weights, logit_map in ((1.0, 0.0, None), (1.0, 1.0, capped), (0.0, 1.0, None)):
-        found = []
-        for compiled in (False, True):
-            outputs = token_logprobs(
-                hidden, linear, targets, temperature, compiled=compiled, logit_map=logit_map
-            )
-            loss = sum(w * x.square().sum() for w, x in zip(weights, outputs, strict=True) if w)
-            inputs = (hidden, linear.weight, linear.bias)
-            found.append((*outputs, *torch.autograd.grad(loss, inputs)))
-        for plain, fast in zip(*found, strict=True):
-            torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
+    capped, graphs = LogitMap(scale=0.5, cap=2.0), []
+    torch._dynamo.utils.counters.clear()
+    for count in (7, 4, 16, 60):
+        hidden = torch.randn(count, 8, dtype=torch.double, requires_grad=True)
+        targets, temperature = torch.randint(50, (count,)), torch.rand(count).double() + 0.5
+        for *weights, logit_map in ((1.0, 0.0, None), (1.0, 1.0, capped), (0.0, 1.0, None)):
+            found = []
+            for compiled in (False, True):
+                settings = {"compiled": compiled, "logit_map": logit_map}
+                outputs = token_logprobs(hidden, linear, targets, temperature, **settings)
+                loss = sum(w * x.square().sum() for w, x in zip(weights, outputs, strict=True) if w)
+                inputs = (hidden, linear.weight, linear.bias)
+                found.append((*outputs, *torch.autograd.grad(loss, inputs)))
+                with torch.no_grad():  # as an update's other passes score
+                    scores = token_logprobs(hidden, linear, targets, temperature, **settings)
+                torch.testing.assert_close(scores, outputs, rtol=0, atol=0)
+            for plain, fast in zip(*found, strict=True):
+                torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs == 4 * graphs[:1]

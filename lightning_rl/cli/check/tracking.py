@@ -64,7 +64,8 @@ class Tracker(TorchDispatchMode):
         weights = [local(p) for p in policy.parameters()]
         self._before = {w.untyped_storage()._cdata for w in weights}
         self._shapes = {w.shape for w in weights} | {w.mT.shape for w in weights if w.ndim > 1}
-        self._vocabulary = local(policy.lm.get_output_embeddings().weight).shape[0]
+        self.matrix = torch.Size([0, 0])
+        """Shape of the output layer's weight, or of its rows of which logits are computed."""
         self._cast = torch.bfloat16 if mixed and policy.lm.dtype != torch.bfloat16 else None
         self._shares = shares or {}
         self._there: dict[int, tuple[int, str, Any]] = {}
@@ -125,10 +126,11 @@ class Tracker(TorchDispatchMode):
         self.add(size, kind)
 
     def _kind(self, tensor: Tensor) -> str:
-        of_weight = tensor.shape in self._shapes and (self.turned or tensor.dtype == self._cast)
+        known = tensor.shape in self._shapes or (self.scoring and tensor.shape == self.matrix)
+        of_weight = known and (self.turned or tensor.dtype == self._cast)
         if self.unpacking or of_weight:
             return COPIES
-        is_chunk = self.scoring and tensor.ndim == 2 and tensor.shape[1] == self._vocabulary
+        is_chunk = self.scoring and tensor.ndim == 2 and tensor.shape[1] == self.matrix[0]
         return LOGITS if is_chunk else STATES
 
     def _gone(self, address: int, _: Any) -> None:
@@ -171,6 +173,7 @@ def follow(
 
     def sampled(*arguments: Any) -> tuple[Tensor, Tensor | None]:
         tracker.scoring = True  # until a layer's turn comes
+        tracker.matrix = arguments[1].shape
         return sampled_logits(*arguments)
 
     unpack = QuantizedLinear.unpacked

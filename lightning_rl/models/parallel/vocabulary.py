@@ -45,13 +45,14 @@ class Vocabulary:
         return logits.gather(-1, targets)
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
-        """Add values (m, N) to a slope (m, V) at targets (m, N), where they are this rank's."""
+        """Add values (m, N) to a slope (m, v) at targets (m, N), where they are in [0, v)."""
         if torch.compiler.is_compiling() and targets.shape[1] == 1:
             # One kernel with what is before and after it.
             ids = torch.arange(slope.shape[1], device=slope.device)
             slope.add_(torch.where(ids == targets, values, 0.0))
         else:
-            slope.scatter_add_(-1, targets, values)
+            own, inside = within(targets, 0, slope.shape[1])
+            slope.scatter_add_(-1, own, values.where(inside, 0.0))
 
     def merged(self, sums: Sums) -> Sums:
         """Return the sums over the whole vocabulary."""
@@ -105,8 +106,7 @@ class SplitVocabulary(Vocabulary):
         return super().pick(logits, own).where(inside, 0.0)
 
     def add(self, slope: Tensor, targets: Tensor, values: Tensor) -> None:
-        own, inside = within(targets, self.first, self.count)
-        super().add(slope, own, values.where(inside, 0.0))
+        super().add(slope, targets - self.first, values)
 
     def merged(self, sums: Sums) -> Sums:
         top = self.ranks.max(sums.top)

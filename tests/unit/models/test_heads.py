@@ -1,5 +1,7 @@
 """Test the policy head against a naive float64 implementation, and the value heads."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -325,35 +327,43 @@ def test_logits_in_float32_of_weights_in_bfloat16(tiny_model, random_batch):
 
 
 class Copies(TorchDispatchMode):
-    """Changes of dtype of a matrix, and matrix products, each by the dtype that results."""
+    """Numbers of a weight that are cast, and added to its gradient; products, by their dtype."""
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape, self.casts, self.products = shape, [], []
+        self.weight, self.cast, self.added, self.products = weight, 0, 0, []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.casts.append(result.dtype)
+        if function is torch.ops.aten._to_copy.default:
+            of_weight = args[0].untyped_storage().data_ptr() == self.weight.data_ptr()
+            self.cast += result.numel() if of_weight else 0
+        if function is torch.ops.aten.add_.Tensor:  # of what is as large, the gradient alone
+            of_weight = args[0].untyped_storage().nbytes() == self.weight.nbytes
+            self.added += result.numel() if of_weight else 0
         if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default):
             self.products.append(result.dtype)
         return result
 
 
-@pytest.mark.parametrize("rows", [7, 2, 1])
-def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, rows):
-    """Chunks do not cast anew; the weight's gradient is computed in 16 bits and added in 32."""
+@pytest.mark.parametrize(("rows", "columns"), [(7, 1), (2, 4), (1, 11)])
+def test_weights_are_cast_and_their_gradient_is_summed_once_a_pass(monkeypatch, rows, columns):
+    """Chunks do not cast anew; a weight's gradient is one product in 16 bits, added in 32.
+
+    Of 7 x 11 logits a chunk has those of 7, 2 or 1 states; in backward all 11, 3 or 1 columns.
+    """
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 11 * rows)
     linear, hidden, targets, temperature = problem(False)
-    chunks = -(-7 // rows)
-    with Copies(linear.weight.shape) as copies:
+    chunks, size = -(-7 // rows), linear.weight.numel()
+    with Copies(linear.weight.detach()) as copies:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # as Lightning's is
             logprobs, _ = token_logprobs(hidden, linear, targets, temperature)
-        assert copies.casts == [torch.bfloat16]
+        assert copies.cast == size
         logprobs.sum().backward()  # where autocast is off, as in a thread of its own
-    assert copies.casts == 2 * [torch.bfloat16]
+    assert copies.cast == 2 * size
+    assert copies.added == size
     # Logits forward and again backward, then the gradients of states and weight.
-    assert copies.products == 4 * chunks * [torch.bfloat16]
+    assert copies.products == (chunks + 3 * columns) * [torch.bfloat16]
     assert linear.weight.grad.dtype == hidden.grad.dtype == torch.float32
     doubles = [x.detach().double().requires_grad_() for x in (hidden, linear.weight)]
     naive(*doubles, None, targets, temperature.double())[0].sum().backward()
@@ -365,14 +375,23 @@ def test_weights_are_cast_once_a_pass_and_products_have_16_bits(monkeypatch, row
 def test_chunks_of_a_large_vocabulary_by_device():
     """The chunks of 16,384 tokens of 151,936 words have 110 rows on a CPU, 883 on a GPU.
 
-    Compiled 220, where logits have 16 bits, since no copy in float32 is made.
+    Compiled 220, where logits have 16 bits, since no copy in float32 is made. Of columns, about
+    1,024 and 2,048.
     """
     states = torch.empty(16_384, 1)
-    for compiled, dtype, chunks in (
+    for compiled, dtype, count in (
         (False, torch.float32, 149),
         (True, torch.float32, 149),
         (True, torch.bfloat16, 75),
     ):
-        assert len(heads._chunks(states.to(dtype), 151_936, compiled)) == chunks
+        rows = heads._chunks(16_384, 151_936, states.to(dtype), compiled)
+        columns = heads._chunks(151_936, 16_384, states.to(dtype), compiled, heads.ALIGNED)
+        for chunks, total, step in ((rows, 16_384, 1), (columns, 151_936, 64)):
+            assert len(chunks) == count
+            assert (chunks[0].start, chunks[-1].stop) == (0, total)
+            assert all(one.stop == next_.start for one, next_ in pairwise(chunks))
+            sizes = [chunk.stop - chunk.start for chunk in chunks]
+            assert max(sizes) - min(sizes) <= step
+            assert all(chunk.start % step == 0 for chunk in chunks)
     rows = heads.chunk_elements(torch.device("cuda")) // 151_936
     assert -(-16_384 // rows) == 19

@@ -25,8 +25,10 @@ def part_of(output: nn.Linear, ranks: ThreadRanks) -> nn.Linear:
     return part
 
 
-def test_by_hand():
+@pytest.mark.parametrize("chunk", [2, 1 << 24])  # in backward one token of the vocabulary, and two
+def test_by_hand(monkeypatch, chunk):
     """Logits 0, ln 2, ln 4 and ln 1: of a sum of 8, in parts of 1 + 2 and 4 + 1."""
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", chunk)
     weight = torch.tensor([[0.0], [math.log(2)], [math.log(4)], [0.0]], dtype=torch.double)
     hidden, targets = torch.ones(2, 1, dtype=torch.double), torch.tensor([1, 2])
 

@@ -199,16 +199,16 @@ def test_checkpointing_keeps_layers_inputs_and_one_layer(tiny_model, micro_batch
 
 
 def test_chunks_of_logits_are_those_of_the_planned_device(tmp_path, micro_batch, monkeypatch):
-    """Logits and their exponentials, of so large a vocabulary most of all that is there."""
+    """Logits and their exponentials, of so large and frozen a vocabulary most of what is there."""
     from lightning_rl.models import heads
 
     save_random_model(tmp_path, make_tokenizer(), vocab_size=1 << 14)
-    policy = Policy(str(tmp_path))
+    policy = Policy(str(tmp_path), lora=LoRA(rank=4))
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
     monkeypatch.setattr(heads, "CUDA_CHUNK_ELEMENTS", 1 << 22)
     found = plan(policy, micro_batch)
     assert found.moment == "the head computes logits"
-    assert found.parts["logits"] == 2 * 4 * (1 << 21)
+    assert found.parts["logits"] == 2 * 4 * 80 * (1 << 14)  # half of the tokens: 128 would fit
     # A larger chunk takes all 2 x 4 x 20 tokens.
     found = plan(policy, micro_batch, device=torch.device("cuda"))
     assert found.parts["logits"] == 2 * 4 * 160 * (1 << 14)
@@ -225,7 +225,7 @@ def test_an_entropy_bonus_takes_a_second_chunk_in_the_backward_pass(
     monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 1 << 21)
     found = training_memory(policy, [], torch.optim.AdamW, micro_batch, bonus=True, passes=1)
     assert found.moment == "the head's backward pass"
-    assert found.parts["logits"] == 2 * 4 * (1 << 21)
+    assert found.parts["logits"] == 2 * 4 * 160 * (1 << 13)  # half of the vocabulary
     assert training_memory(policy, [], torch.optim.AdamW, micro_batch, passes=1).total < found.total
 
 
