@@ -21,8 +21,7 @@ lock_alone agents_sdk 'openai-agents>=0.24'
 lock_alone mlflow 'mlflow-skinny>=3'
 lock_alone notebook $'nbclient>=0.10\nipykernel>=6.29'
 lock_alone verifiers 'verifiers[ta]==0.4.*'
-# With fastmcp 4 OpenEnv 0.3 loses the arguments of tools, which MCP 2 names differently.
-lock_alone openenv $'openenv-core==0.3.*\nfastmcp>=3,<4'
+lock_alone openenv 'openenv==0.10.*'
 lock_alone packaging $'build>=1.3\ntwine>=6\nsetuptools>=77'
 # Packed attention is checked against this transformers; the CPU engine limits it by itself.
 lock cpu ${torch_source[@]+"${torch_source[@]}"}
