@@ -84,16 +84,16 @@ docs: setup  ## build the documentation into site/, warnings are errors
 	$(PY) -m mkdocs build --strict
 
 verifiers: setup  ## an environment for verifiers' environments, in build/verifiers
-	@install/verifiers.sh
+	@install/environment.sh verifiers
 
 openenv: setup  ## an environment for OpenEnv's environments, in build/openenv
-	@install/openenv.sh
+	@install/environment.sh openenv
 
 environments: verifiers openenv  ## these two, and those for notebooks, builds, MLflow and agents, which some tests need
-	@install/agents_sdk.sh
-	@install/notebook.sh
-	@install/packaging.sh
-	@install/mlflow.sh
+	@install/environment.sh agents_sdk
+	@install/environment.sh notebook --behind
+	@install/environment.sh packaging
+	@install/environment.sh mlflow --behind
 
 browser: setup  ## a Chromium for the viewer's tests, into build/browser (needs npm)
 	install/browser.sh

@@ -8,7 +8,8 @@ often as in the recipe. A run takes about ten minutes of one core; what is done 
 runs/brief: delete a folder to measure it again.
 
 The last line is JSON: held-out accuracy and tokens of an answer before and after, the means over
-seeds, and both of each seed. ``--save`` also keeps it in benchmarks/results.
+seeds, and both of each seed. ``--save`` also keeps it in benchmarks/results, and the table in
+docs/rewards.md.
 """
 
 import json
@@ -19,11 +20,12 @@ from typing import Any
 
 from benchmarks.small_model.figures import row
 from benchmarks.small_model.runs import DATA, configs, run
-from benchmarks.support.results import parser_of, report
+from benchmarks.support.results import parser_of, report_on
 from recipes.smollm2.prepare import prepare
 from recipes.smollm2.weights import fetch
 
 OUT = Path("runs/brief")
+PAGE = Path(__file__).parents[1] / "docs" / "rewards.md"
 WAYS = {
     "plain": ("right alone", ["grpo.yaml"]),
     "brief": ("and `LengthReward`, with weight 0.25", ["grpo.yaml", "variants/brief.yaml"]),
@@ -48,7 +50,7 @@ def main() -> None:
         result[way] = {name: fmean(end[name] for end in ends) for name in before}
         result[way]["of_seeds"] = ends
     print("\n".join(table(result)))
-    report("brief", result, arguments.save)
+    report_on(PAGE, "brief", result, table(result), arguments.save)
 
 
 def measured(way: str, seed: int, iterations: int) -> dict[str, Numbers]:

@@ -2,7 +2,7 @@
 # Builds an sdist, and a wheel from it, into dist/, and checks both:  install/build.sh [checkout]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-install/packaging.sh
+install/environment.sh packaging
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 # A copy: a build leaves files beside the sources, for a moment, and lint may run meanwhile.

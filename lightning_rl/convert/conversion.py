@@ -256,6 +256,11 @@ class Given:
         ]
 
     def _reason(self, name: str) -> str:
+        parts = name.split(".")
+        above = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+        if name not in self._rows:
+            # A section may have a row of its own, if nothing in it has a counterpart.
+            name = next((a for a in above if a in self._rows and not self._rows[a].ours), name)
         if name in self._rows:
             row = self._rows[name]
             unused = "nothing that is enabled uses it" if row.ours else "it has no counterpart"

@@ -16,7 +16,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "distillation": _OURS,
     "serverdistillation": _OURS | {_SERVER: None, "vllm_server_port": 8001},
     "gkd": _OF_ANSWERS | {"max_new_tokens": 128},
-    "gold": _OF_ANSWERS | {"top_p": 0.95, "max_completion_length": 128, "vllm_server_port": 8001},
+    "gold": _OF_ANSWERS
+    | {
+        "learning_rate": 1e-7,
+        "top_p": 0.95,
+        "max_completion_length": 128,
+        "vllm_server_port": 8001,
+        "vllm_gpu_memory_utilization": 0.9,
+    },
 }
 """Where a trainer's configuration has other defaults than a GRPOConfig, by the trainer's name."""
 _TELLING = {

@@ -8,6 +8,7 @@ from lightning_rl.convert import learning_prime_rl as learning
 from lightning_rl.convert.checked import check_parts
 from lightning_rl.convert.conversion import Conversion, Given, instance, table
 from lightning_rl.convert.hydra import flat
+from lightning_rl.convert.older_prime_rl import renamed
 from lightning_rl.errors import ConfigError
 
 PRIME_RL = table("prime_rl")
@@ -64,9 +65,10 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by the table's names; a component's own count more than shared ones."""
     shared: dict[str, Any] = {}
     own: dict[str, Any] = {}
-    for name, value in _flat(values).items():
+    for name, value in renamed(_flat(values), PRIME_RL).items():
         section, _, rest = name.partition(".")
-        joined = section in _SECTIONS and name not in PRIME_RL and rest in _SHARED
+        joined = section in _SECTIONS and name not in PRIME_RL
+        joined = joined and (rest in _SHARED or rest.partition(".")[0] in PRIME_RL)
         (own if joined else shared)[rest if joined else name] = value
     return shared | own
 
@@ -74,7 +76,8 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Join nested names by dots. TOML has no null: prime-rl reads the text ``None`` as one."""
     found = flat(dict(values), prefix, _WHOLE)
-    return {name: None if value == "None" else value for name, value in found.items()}
+    said = {name: value for name, value in found.items() if name not in _SECTIONS}  # empty tables
+    return {name: None if value == "None" else value for name, value in said.items()}
 
 
 def _model(given: Given, result: Conversion) -> None:

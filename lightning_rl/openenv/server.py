@@ -18,7 +18,7 @@ _PORT = "{port}"
 
 @configurable
 class OpenEnvServer:
-    """The server of an environment for OpenEnv 0.3, and how its actions and observations are read.
+    """The server of an environment for OpenEnv, and how its actions and observations are read.
 
     It runs at an ``address``, or is started here by a ``command`` or for an ``environment``. A
     server that is started here is shared by all that name it with equal arguments, starts again
@@ -35,8 +35,8 @@ class OpenEnvServer:
         action_field: the field of an action that holds the model's turn; None: the only one.
         observation_field: the field of an observation that the model reads: a text, or chat
             messages. None: the only text among its fields, else all of them as JSON.
-        reward_fields: fields of an observation with numbers that are parts of the reward: each is
-            summed over the steps, and logged under its name.
+        reward_fields: fields of an observation, or of its metadata, with numbers that are parts of
+            the reward: each is summed over the steps, and logged under its name.
         env: environment variables to set for a started server.
         pass_env: names of variables to pass on to it from the trainer's environment; of the others
             it gets only those that name paths.

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -37,6 +37,8 @@ class Answer:
     fields: dict[str, Any]
     reward: float
     done: bool
+    metadata: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What the model does not read (OpenEnv 0.10); it may differ when an episode is repeated."""
 
 
 class Session:
@@ -91,7 +93,7 @@ class Session:
         """
         answer = await self._ask({"type": "step", "data": action})
         self.rewards.append(answer.reward)
-        for name, value in self.server.reward_parts(answer.fields).items():
+        for name, value in self.server.reward_parts(answer.metadata | answer.fields).items():
             self.parts[name] += value
         return answer
 
@@ -221,11 +223,13 @@ def _answer(data: Any) -> Answer:
     fields, reward, done = data["observation"], data.get("reward"), data.get("done", False)
     if not isinstance(fields, dict):
         raise TypeError("observation must be an object")
+    if not isinstance(metadata := fields.pop("metadata", None), dict | None):
+        raise TypeError(f"metadata={metadata!r:.80} must be an object or null")
     if not isinstance(reward, bool | int | float | None) or not math.isfinite(reward or 0):
         raise TypeError(f"reward={reward!r:.80} must be a finite number or null")
     if not isinstance(done, bool):
         raise TypeError(f"done={done!r:.80} must be true or false")
-    return Answer(fields, float(reward or 0), done)
+    return Answer(fields, float(reward or 0), done, metadata or {})
 
 
 def _reasons(errors: Any) -> str:

@@ -16,7 +16,7 @@ from lightning_rl.models.policy import Policy
 from lightning_rl.rollout import Prompt, Rollout
 from lightning_rl.serving.server import AgentServer
 from tests.support.engine_checks import ROUNDING, own_logprobs, plain_model, same_draws
-from tests.support.served_chats import QUESTION, TOOLS
+from tests.support.served_chats import ADD, QUESTION, TOOLS
 from tests.support.tiny_models import save_chat_model
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ def engine(policy, tmp_path_factory):
 
 
 @asynccontextmanager
-async def opened(policy, engine, max_tokens=24, seed=11, **options):
+async def opened(policy, engine, max_tokens=24, seed=11, responses=False, **options):
     server = AgentServer(policy.tokenizer, **options)
     rollout = Rollout(Prompt("p", QUESTION, [1, 2]), "g", 0, seed=seed)
     try:
@@ -51,7 +51,7 @@ async def opened(policy, engine, max_tokens=24, seed=11, **options):
             async with openai.AsyncOpenAI(
                 base_url=session.base_url, api_key=key, http_client=http, max_retries=0
             ) as client:
-                yield rollout, client.chat.completions.create
+                yield rollout, (client.responses if responses else client.chat.completions).create
     finally:
         await server.close()
 
@@ -70,8 +70,13 @@ async def talk(create, turns, stream=False, **options):
 async def test_what_was_asked_over_http_is_scored_and_generated_again(policy, engine, tmp_path):
     async with opened(policy, engine) as (rollout, create):
         await asyncio.gather(talk(create, 3), talk(create, 2, temperature=0.7))
-    rows = rollout.rows
     assert len(rollout.calls) == 2 * 3 + 2 * 2 + 2
+    await require_recorded(policy, engine, rollout)
+
+
+async def require_recorded(policy, engine, rollout):
+    """Require that a plain model scores what was trained on alike, and that it is drawn again."""
+    rows = rollout.rows
     plain = plain_model(policy.model, dict(policy.named_weights()))
     for row in rows:
         if row.token_ids and not row.sampling:
@@ -88,6 +93,34 @@ async def test_what_was_asked_over_http_is_scored_and_generated_again(policy, en
         sampling = Sampling(max_tokens=24, temperature=temperature)
         again.append(await engine.generate(prompt, sampling, call.seed))
     assert same_draws(again, told)
+
+
+async def test_responses_are_scored_and_generated_again_too(policy, engine):
+    adds = [{"type": "function", **ADD, "strict": False}]
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 2, "b": 3}'}
+    result = {"type": "function_call_output", "call_id": "1", "output": "5"}
+    async with opened(policy, engine, responses=True) as (rollout, create):
+        told = await create(model="policy", input=[*QUESTION, call, result], tools=adds)
+        for number in range(3):
+            # A random model hardly ever calls a tool; if it does, that is answered.
+            calls = [item for item in told.output if item.type == "function_call"]
+            said = [{**result, "call_id": item.call_id} for item in calls]
+            said.append({"role": "user", "content": f"And then? {number}"})
+            asked = {"model": "policy", "previous_response_id": told.id, "input": said}
+            events = await create(**asked, tools=adds, stream=True)
+            told = [event async for event in events][-1].response
+    assert len(rollout.calls) == 4
+    assert told.usage.output_tokens == rollout.calls[-1].stop - rollout.calls[-1].start
+    assert rollout.extra["tools"] == TOOLS
+    read = policy.tokenizer.decode(rollout.rows[rollout.calls[0].row].prompt_ids)
+    assert "<tool_response>\n5\n</tool_response>" in read
+    await require_recorded(policy, engine, rollout)
+    goes = [{"type": "function", **CHOOSE[0]["function"], "strict": False}]
+    async with opened(policy, engine, max_tokens=300, responses=True) as (rollout, create):
+        forced = await create(model="policy", input=QUESTION, tools=goes, tool_choice="required")
+    (item,) = forced.output
+    assert json.loads(item.arguments)["way"] in ("left", "right")
+    assert [call.scorable for call in rollout.calls] == [False]
 
 
 async def test_an_answer_keeps_to_a_schema_and_is_not_trained_on(policy, engine):

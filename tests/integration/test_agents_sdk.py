@@ -18,7 +18,7 @@ PAGE = (ROOT / "docs" / "agents.md").read_text("utf-8")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (MADE / "made").exists(), reason="install/agents_sdk.sh makes the environment"
+        not (MADE / "made").exists(), reason="install/environment.sh agents_sdk makes it"
     ),
 ]
 

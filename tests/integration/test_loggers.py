@@ -1,6 +1,6 @@
 """Test the same numbers in metrics.jsonl, CSV, TensorBoard, W&B and MLflow; tables and checkpoints.
 
-MLflow is not in the environment of the others: ``install/mlflow.sh`` makes one.
+MLflow is not in the environment of the others: ``make environments`` makes one.
 """
 
 import csv

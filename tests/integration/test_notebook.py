@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
-KERNEL = ROOT / "build" / "notebook" / "bin" / "python"  # which install/notebook.sh makes
+KERNEL = ROOT / "build" / "notebook" / "bin" / "python"  # of install/environment.sh
 NOT_BUILT = (".*", "__pycache__", "*.egg-info", "build", "dist", "docs", "runs", "site", "tests")
 EXECUTE = """
 import sys
@@ -42,7 +42,7 @@ def printed(cell: dict) -> str:
 
 @pytest.mark.slow
 def test_the_notebook_trains_resumes_and_shows(tmp_path):
-    assert KERNEL.exists(), "run install/notebook.sh first, as make test-all does"
+    assert KERNEL.exists(), "run `make environments` first, as make test-all does"
     ran = tmp_path / "ran.ipynb"
     done = subprocess.run(
         [str(KERNEL), "-c", EXECUTE, str(NOTEBOOK), str(ran)],

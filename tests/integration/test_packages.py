@@ -21,8 +21,8 @@ LEAVING = {
         "tests/support/hostile/conversions.py",
         "tests/support/hostile/conversion_scripts.py",
     ],
-    "verifiers": ["recipes/hangman", "install/verifiers.sh", "install/verifiers.txt"],
-    "openenv": ["recipes/openenv_guess", "install/openenv.sh", "install/openenv.txt"],
+    "verifiers": ["recipes/hangman", "install/verifiers.txt"],
+    "openenv": ["recipes/openenv_guess", "install/openenv.txt"],
 }
 """Optional rooms, and what leaves with each besides the folders of its name."""
 

@@ -14,7 +14,7 @@ TOOLS = ROOT / "build" / "packaging"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not (TOOLS / "made").exists(), reason="install/packaging.sh makes the environment"
+        not (TOOLS / "made").exists(), reason="install/environment.sh packaging makes it"
     ),
 ]
 PERSON = {f"GIT_{who}_{what}": "x" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

@@ -1,4 +1,4 @@
-"""Environments for OpenEnv 0.3, as an author writes them; written where its Python finds them."""
+"""Environments for OpenEnv, as an author writes them; written where its Python finds them."""
 
 from pathlib import Path
 
@@ -21,7 +21,6 @@ class GuessAction(Action):
 
 class GuessObservation(Observation):
     told: str
-    tries: int = 0
     cost: float = 0.0
 
 
@@ -61,8 +60,10 @@ class Guess(Environment):
             self.spring()
         hit = action.guess == self.number
         told = "Yes." if hit else "Larger." if self.number > action.guess else "Smaller."
+        # Metadata may differ when an episode is repeated.
+        more = {"tries": self.tries, "at": time.time_ns()}
         return GuessObservation(
-            told=told, tries=self.tries, cost=-0.25, done=hit, reward=hit - 0.25
+            told=told, cost=-0.25, done=hit, reward=hit - 0.25, metadata=more
         )
 
     @property
@@ -139,6 +140,13 @@ class Shop(MCPEnvironment):
     @property
     def state(self):
         return State()
+
+
+class Bare(Shop):
+    """A shop that has no tools."""
+
+    def __init__(self):
+        MCPEnvironment.__init__(self, FastMCP("bare"))
 '''
 
 JUNK = '''

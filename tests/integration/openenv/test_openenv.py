@@ -347,6 +347,10 @@ def test_a_run_does_not_begin_without_its_server(games):
         configured(served(games, "oe_guess:Alone"))
     with pytest.raises(ConfigError, match=r"did not answer within start_seconds=0\.1"):
         configured(served(games, sessions=5, start_seconds=0.1))
+    bare = served(games, "oe_shop:Bare")
+    with pytest.raises(ConfigError, match="takes calls of tools as actions, but lists none"):
+        configured(bare)
+    OpenEnvAgent(bare).close()
     choose = served(games, "oe_junk:app", action_field="texts")
     with pytest.raises(ConfigError, match=r"action_field='texts' must .*; its actions have text"):
         configured(choose)

@@ -8,7 +8,7 @@ from select import select
 
 import pytest
 
-from benchmarks import algorithms, experts, faults, guards, layout, overoptimisation, scaling
+from benchmarks import algorithms, brief, experts, faults, guards, layout, overoptimisation, scaling
 from benchmarks.parallel import tables as parallel
 from benchmarks.peers import tables as peers
 from benchmarks.peers.layouts import Layout, reason, run, together
@@ -74,6 +74,7 @@ def front_table(result):
         ("docs/experts", "experts", experts.table),
         ("docs/gpu", "layout", layout.table),
         ("docs/guards", "guards", guards.table),
+        ("docs/rewards", "brief", brief.table),
         ("docs/rewards", "overoptimisation", overoptimisation.table),
     ],
 )

@@ -52,10 +52,12 @@ def test_the_older_trainers_of_trl_have_their_own_defaults():
     assert "each completion is the policy's" in left["lmbda"]
     assert "distributions at temperature 1" in left["temperature"]
     assert "seq_kd" in left
-    gold = convert_trl({"teacher_model_name_or_path": "a/b", "use_uld_loss": True, "beta": 0.0})
+    uld = {"use_uld_loss": True, "uld_skip_student_eos": False}
+    gold = convert_trl({"teacher_model_name_or_path": "a/b", "beta": 0.0, **uld})
     assert parts(gold)[0]["loss"]["init_args"] == {"beta": 0.0}
+    assert parts(gold)[0]["optimizer"]["init_args"]["lr"] == 1e-7
     # The default is 0.95, and a divergence needs all tokens.
-    assert {"top_p", "use_uld_loss"} <= {item.key for item in gold.left}
+    assert {"top_p", *uld} <= {item.key for item in gold.left}
     with pytest.raises(ConfigError, match=r"refused: TeacherDivergence\(beta=1.5\)"):
         convert_trl({"teacher_model_name_or_path": "a/b", "beta": 1.5})
 

@@ -71,7 +71,7 @@ def test_a_whole_file_is_a_configuration_that_the_parser_accepts(tmp_path, capsy
     ours = tmp_path / "ours.yaml"
     assert main([str(tmp_path / "rl.toml"), "--output", str(ours), "--model", "m"]) == 0
     said = capsys.readouterr().err
-    assert "inference.vllm.made_up=1: it is in no table" in said
+    assert "inference.vllm.made_up=1: write it in `VLLMServer.options`" in said
     assert "python build/reverse-text" in said
     read(["fit", "--config", str(ours)])
     written = yaml.safe_load(ours.read_text())
@@ -129,6 +129,98 @@ def test_several_environments_are_a_mixture_and_what_a_component_says_counts_mor
     saved = {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 3}}
     assert saved in result.config["trainer"]["callbacks"]
     assert "orchestrator.train.source.made_up" in {item.key for item in result.left}
+
+
+OLDER = """
+max_steps = 20
+[wandb]
+project = "reverse"
+[ckpt]
+resume_step = 5
+[trainer]
+[orchestrator]
+batch_size = 64
+rollouts_per_example = 8
+oversampling_factor = 2.0
+[orchestrator.sampling]
+max_tokens = 256
+[[orchestrator.pre_batch_filters]]
+type = "zero_advantage"
+enforce = true
+[[orchestrator.post_batch_filters]]
+type = "gibberish"
+[[orchestrator.train.env]]
+taskset = { id = "reverse-text", min_turns = 3 }
+harness = { id = "null", runtime = { type = "docker" } }
+[[orchestrator.train.env]]
+id = "wordle"
+args = { words = 5 }
+[[orchestrator.eval.env]]
+taskset = { id = "aime25" }
+[inference]
+gpu_memory_utilization = 0.5
+[inference.model]
+max_model_len = 4096
+tool_call_parser = "hermes"
+[inference.parallel]
+tp = 2
+[inference.server]
+port = 8000
+[trainer.log]
+level = "debug"
+"""
+NEWER = """
+max_steps = 20
+[monitors.wandb]
+project = "reverse"
+[resume]
+step = 5
+[orchestrator]
+batch_size = 64
+group_size = 8
+concurrency = { max_inflight = 128 }
+[orchestrator.train.sampling]
+max_completion_tokens = 256
+[[orchestrator.train.source]]
+curriculum = { gates = { zero_advantage = { type = "advantage_range" } } }
+[orchestrator.train.source.env]
+taskset = { id = "reverse-text", min_turns = 3 }
+agent = { harness = { id = "null" }, runtime = { type = "docker" } }
+[[orchestrator.train.source]]
+id = "wordle"
+env = { taskset = { id = "wordle", words = 5 } }
+curriculum = { gates = { zero_advantage = { type = "advantage_range" } } }
+[[orchestrator.eval.source]]
+env = { taskset = { id = "aime25" } }
+[inference.vllm]
+gpu_memory_utilization = 0.5
+tool_call_parser = "hermes"
+max_model_len = 4096
+tensor_parallel_size = 2
+[inference]
+server = { port = 8000 }
+[log]
+level = "debug"
+"""
+
+
+def test_a_file_of_an_older_version_is_the_same_configuration():
+    older, newer = converted(OLDER)[0], converted(NEWER)[0]
+    assert older.config == newer.config
+    assert older.config["data"]["init_args"]["selection"]["filters"] == [
+        {"class_path": "RewardSpread"}
+    ]
+    said = {item.key: item.reason for item in older.left}
+    assert said == {item.key: item.reason for item in newer.left}
+    assert said["inference.vllm.tool_call_parser"] == "write it in `VLLMServer.options`"
+    assert {"resume.step", "orchestrator.train.source.id", "inference.server.port"} < said.keys()
+    assert not any("in no table" in reason for reason in said.values())
+    enforced = OLDER.replace('"gibberish"', '"gibberish"\nenforce = true')
+    assert "orchestrator.post_batch_filters" in {i.key for i in converted(enforced)[0].left}
+    # Not enforced, it was on by default in 0.7 as now.
+    off = OLDER.replace('"gibberish"', '"zero_advantage"\nenforce = false')
+    kept = {i.key for i in older.left} - {i.key for i in converted(off)[0].left}
+    assert kept <= {"orchestrator.train.filter_zero_advantages"}
 
 
 OTHER = {

@@ -142,7 +142,6 @@ def test_the_page_makes_an_environment_as_the_tests_do():
     root = Path(__file__).parents[3]
     page = (root / "docs" / "openenv" / "index.md").read_text(encoding="utf-8")
     made = re.search(r"^uv pip install .* --python \S+ (.*) my-env$", page, re.MULTILINE)
-    assert made[1] == "'openenv-core==0.3.*' 'fastmcp<4'"
+    assert made[1] == "'openenv==0.10.*'"
     locked = (root / "install" / "openenv.txt").read_text(encoding="utf-8")
-    assert re.search(r"^openenv-core==0\.3\.", locked, re.MULTILINE)
-    assert re.search(r"^fastmcp==3\.", locked, re.MULTILINE)
+    assert re.search(r"^openenv==0\.10\.", locked, re.MULTILINE)
