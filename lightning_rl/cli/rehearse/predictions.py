@@ -15,9 +15,10 @@ from lightning_rl.cli.check.disk import disk_plan
 from lightning_rl.cli.check.mesh import choose
 from lightning_rl.cli.check.reward_trial import try_rewards
 from lightning_rl.cli.check.training import end_of_schedule
+from lightning_rl.cli.nodes import Tree
 from lightning_rl.cli.rehearse.findings import Finding, Kind
 from lightning_rl.cli.rehearse.judge_cost import Prices, judge_costs
-from lightning_rl.cli.rehearse.smaller import Tree, precision_of
+from lightning_rl.cli.rehearse.smaller import precision_of
 from lightning_rl.cli.rehearse.tool_trial import try_tools
 from lightning_rl.collect.tasks import Task
 from lightning_rl.config.lightning_flags import PRECISIONS, TRAINER

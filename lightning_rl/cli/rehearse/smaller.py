@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.cli.nodes import Tree, models_in, nodes
 from lightning_rl.cli.rehearse.findings import Finding, Kind
 from lightning_rl.cli.rehearse.tiny_model import write_tiny
 from lightning_rl.models.pretrained import Loading
-
-Tree = dict[str, Any]
 
 ITERATIONS = 3
 _GROUP_SIZE, _MAX_TOKENS, _HELD_OUT, _SAMPLES, _MAX_BATCHES = 4, 32, 4, 2, 8
@@ -28,18 +27,6 @@ _ALIASES = {"None": "32-true", "32": "32-true", "64": "64-true", "16": "16-mixed
 _OF_GPUS = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 """Precisions that need a GPU, with those that a CPU has in their place."""
 _AXES = ("sequence", "tensor", "expert", "tensor_parallel_size")
-
-
-def nodes(tree: Any, key: str = "") -> Iterator[tuple[str, Tree]]:
-    """Yield all mappings of a configuration, each with its key."""
-    if isinstance(tree, dict):
-        yield key, tree
-        for name, value in tree.items():
-            inner = key if name == "init_args" else f"{key}.{name}".lstrip(".")
-            yield from nodes(value, inner)
-    elif isinstance(tree, list):
-        for place, value in enumerate(tree):
-            yield from nodes(value, f"{key}[{place}]")
 
 
 def class_of(node: Any) -> str:
@@ -104,9 +91,8 @@ def without_weights(tree: Tree) -> Tree:
     for _, node in nodes(trainer.get("callbacks")):  # transports may need a GPU to be made
         if "transport" in node:
             node["transport"] = None
-    for _, node in nodes(planned["model"]):
-        if isinstance(node.get("model"), str):
-            node["loading"] = (node.get("loading") or {}) | {"random_init": True}
+    for node in models_in(planned["model"]):
+        node["loading"] = (node.get("loading") or {}) | {"random_init": True}
     return planned
 
 
@@ -147,9 +133,7 @@ class Smaller:
     # ---------------------------------------------------------------- model
 
     def _make_models(self, model: Tree) -> None:
-        for _, node in nodes(model, "model"):
-            if not isinstance(node.get("model"), str):
-                continue
+        for node in models_in(model):
             loading = node.get("loading") or {}
             node["model"] = self._tiny(node["model"], loading)
             node["loading"] = loading | {"random_init": False, "model_kwargs": {}}
