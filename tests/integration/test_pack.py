@@ -131,11 +131,11 @@ def test_the_first_step_begins_with_the_models_own_weights(finished, tmp_path, c
     assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
-def with_other_norm(model: Path, folder: Path) -> Path:
+def with_other_embedding(model: Path, folder: Path) -> Path:
     """Return a copy of a model in which one tensor is another."""
     other = shutil.copytree(model, folder)
     weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"] += 1
+    weights["model.embed_tokens.weight"] += 1
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     return other
 
@@ -157,20 +157,25 @@ def test_the_base_of_a_lora_is_packed_or_named(tiny_model, tmp_path, monkeypatch
     unpack = ["unpack", "adapters.zip", "--run"]
     assert main(unpack) == 2
     assert f"without the weights of '{tiny_model.name}'; name that" in capsys.readouterr().err
-    other = with_other_norm(tiny_model, place / "other")
+    other = with_other_embedding(tiny_model, place / "other")
     assert main([*unpack, "--base", str(other)]) == 2
-    assert "'model.norm.weight' of models/0/model.safetensors is none" in capsys.readouterr().err
+    assert "'model.embed_tokens.weight' of models/0/model.safetensors is" in capsys.readouterr().err
     assert main([*unpack, "--base", str(tiny_model)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
 def test_what_a_base_has_is_left_out_of_whole_weights(finished, tiny_model, tmp_path, capsys):
     """The first step's model is the base but for a tensor, and a later step's reference is it."""
-    other = with_other_norm(tiny_model, tmp_path / "other")
-    names = load_file(tiny_model / "model.safetensors").keys() - {"model.norm.weight"}
+    other = with_other_embedding(tiny_model, tmp_path / "other")
+    names = load_file(tiny_model / "model.safetensors").keys() - {"model.embed_tokens.weight"}
     for iteration, base, member, left_out in (
         ("1", other, "models/0/model", names),
-        ("3", tiny_model, "checkpoint", {f"state_dict.reference.lm.{name}" for name in names}),
+        (
+            "3",
+            tiny_model,
+            "checkpoint",
+            {f"state_dict.reference.policy.lm.{name}" for name in names},
+        ),
     ):
         folder = tmp_path / iteration
         told = ["--iteration", iteration, "--out", f"{folder}.zip", "--base", str(base)]
