@@ -3,8 +3,8 @@
     python -m benchmarks.pack [--save]
 
 Four sound updates are packed and made again: after a checkpoint, where none was kept, from the
-initial weights, and of a LoRA. Then come five runs with one fault each: a NaN among an engine's
-logprobs, an immense reward, a damaged layer, a loss that divides by zero, and a column that another
+initial weights, and of a LoRA. Then come five runs with one fault each: the logarithm of a reward
+of 0, an immense reward, a damaged layer, a loss that divides by zero, and a column that another
 machine computed otherwise. An update has 16 groups of four rollouts, and a model of eight layers.
 Each pack is shrunk; what is left must be what was planted, and still show it. The last line is
 JSON: how many sound ``packs`` there are and came out ``equal``, and to which share of their bytes
@@ -13,7 +13,6 @@ the others were ``shrunk_to``. Takes about three minutes.
 
 import io
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -95,11 +94,11 @@ def rollouts_in(folder: Path) -> list[Rollout]:
 
 FAULTS = [
     Fault(
-        "a NaN among an engine's logprobs",
-        [f"--data.engine={PARTS}.NaNEngine", "--model.update.use_rollout_logprobs=true"],
-        "symptom: not finite",
-        2,  # alone it would have no advantage
-        lambda rollout: any(map(math.isnan, rollout.logprobs)),
+        "an advantage that takes the logarithm of a reward of 0",
+        [f"--data.rewards=[{PARTS}.with_a_zero]", f"--model.advantage={PARTS}.LogReward"],
+        "symptom: not finite: column advantages",
+        1,
+        lambda rollout: rollout.reward == 0,
     ),
     Fault(
         "an immense reward",

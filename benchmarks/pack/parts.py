@@ -1,24 +1,16 @@
-"""Parts of the runs that are packed, with a fault each: engine, reward, callback and loss."""
-
-import math
-from collections.abc import Sequence
+"""Parts of the runs that are packed, with a fault each: rewards, advantage, callback and loss."""
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import PreTrainedModel
 
+from lightning_rl.algos.advantages import Advantage, spread_over_tokens
 from lightning_rl.algos.losses import Metrics, PolicyLoss
 from lightning_rl.callbacks.base import RLCallback
-from lightning_rl.engines.hf.decoding import Decoder
-from lightning_rl.engines.hf.requests import DecodeRequest
-from tests.support.lots import LotEngine, draw_by_lot
 
 PLANTED = "10="
 """The prompt with whose rollouts something goes wrong."""
-_READ = [4, 3, 2]
-"""Its tokens."""
 DAMAGED = 5
 
 
@@ -36,21 +28,20 @@ def outlier(
     return scores
 
 
-class NaNEngine(LotEngine):
-    """Answers the planted prompt with NaN as the logprob of the third token, if that is odd."""
+def with_a_zero(
+    prompts: list[str], completions: list[str], completion_ids: list[list[int]]
+) -> list[float]:
+    """Return a positive reward, the more for sevens, but 0 for the longest planted answer."""
+    scores = [score + 1 for score in outlier(prompts, completions, completion_ids)]
+    return [0.0 if score > 2 else score for score in scores]
 
-    def _decoder(self, lm: PreTrainedModel) -> Decoder:
-        decoder = super()._decoder(lm)
-        decoder.draw = _with_nan  # type: ignore[method-assign]
-        return decoder
 
+class LogReward(Advantage):
+    """The logarithm of the reward, less the batch's mean, which is infinite where a reward is 0."""
 
-def _with_nan(logits: Tensor, rows: Sequence[DecodeRequest]) -> tuple[list[int], list[float]]:
-    tokens, logprobs = draw_by_lot(logits, rows)
-    for place, row in enumerate(rows):
-        if row.prompt == _READ and len(row.tokens) == 2 and tokens[place] % 2:
-            logprobs[place] = math.nan
-    return tokens, logprobs
+    def __call__(self, batch: TensorDict) -> TensorDict:
+        logs = batch["rollouts", "reward"].log()
+        return spread_over_tokens(batch, logs - logs[logs.isfinite()].mean())
 
 
 class Damage(RLCallback):

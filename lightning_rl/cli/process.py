@@ -76,6 +76,11 @@ class CommandParser(argparse.ArgumentParser):
         also = "and from this module's code"
         self.add_argument("--trust", metavar="MODULE", action="append", default=[], help=also)
 
+    @staticmethod
+    def trust_in(parsed: argparse.Namespace) -> list[str]:
+        """Return these options as the command line of a run's parts has them."""
+        return ["--trusted_only"] * parsed.trusted_only + [f"--trust={m}" for m in parsed.trust]
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
 

@@ -25,6 +25,14 @@ def nodes(tree: Any, key: str = "") -> Iterator[tuple[str, Tree]]:
             yield from nodes(value, f"{key}[{place}]")
 
 
+def models_in(tree: Any) -> Iterator[Tree]:
+    """Yield the mappings whose ``model`` is a directory or a name of the hub.
+
+    That of a policy or another model that learns also has a ``loading``, which may be None.
+    """
+    return (node for _, node in nodes(tree) if isinstance(node.get("model"), str))
+
+
 def class_of(node: Any) -> str:
     """Return the bare name of a configured class; "" if there is none."""
     path = node.get("class_path", "") if isinstance(node, dict) else node

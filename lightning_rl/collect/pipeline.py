@@ -362,6 +362,7 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
         with function_called_here(), repeats_shared_calls(rollout):
             await agent.run(rollout, engine, sampling)
         drop_unasked(rollout)
+        _require_finite(rollout)
     except asyncio.CancelledError as error:
         if _is_cancelled_from_outside():
             raise
@@ -373,6 +374,17 @@ async def run_agent(agent: Agent, rollout: Rollout, engine: Engine, sampling: Sa
             if isinstance(cause, _ENDS_THE_RUN) or _comes_from(engine, cause):
                 raise cause  # noqa: B904  what the agent made of it says less
         _blame(agent, rollout, error)
+
+
+def _require_finite(rollout: Rollout) -> None:
+    """Fail a rollout whose logprobs would make a loss NaN."""
+    bad = next((i for i, one in enumerate(rollout.logprobs) if not math.isfinite(one)), None)
+    if bad is not None:
+        rollout.fail(
+            f"the engine's logprob of token {bad} is {rollout.logprobs[bad]}, so its numbers "
+            f"overflow or its weights are damaged; use another engine dtype "
+            f"(prompt {rollout.prompt.id!r})"
+        )
 
 
 def _blame(agent: Agent, rollout: Rollout, error: BaseException) -> None:

@@ -12,7 +12,10 @@ from lightning_rl.models.reward_model import RewardModel
 from lightning_rl.run.digest import digests
 
 _KEY = "frozen_base"
-"""Checkpoint key of the digest that identifies the base which was left out."""
+"""Checkpoint key of the digests of the base's weights, which were left out, by name.
+
+Earlier checkpoints have a single digest of them all.
+"""
 
 
 def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -25,7 +28,7 @@ def leave_out_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {
             name: weight for name, weight in checkpoint["state_dict"].items() if name not in skipped
         }
-        checkpoint[_KEY] = _digest(base)
+        checkpoint[_KEY] = _digests(base)
 
 
 def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
@@ -38,7 +41,8 @@ def put_back_base(module: nn.Module, checkpoint: dict[str, Any]) -> None:
     base = _base_of(module) if _KEY in checkpoint else {}
     if not base:
         return
-    if _digest(base) != checkpoint[_KEY]:
+    found, kept = _digests(base), checkpoint[_KEY]
+    if found != kept and _digest_of_all(found) != kept:
         named = sorted({policy.model for policy in adapted(module).values()})
         raise ConfigError(
             f"model={', '.join(map(repr, named))} has other weights than those that the "
@@ -83,11 +87,13 @@ def _base_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(weight.detach()) for name, weight in left_out(module).items()}
 
 
-def _digest(base: dict[str, Tensor]) -> str:
-    """Return a digest of a base; the same whether it is in float32 or bfloat16."""
-    rounded = (
+def _digests(base: dict[str, Tensor]) -> dict[str, str]:
+    """Return digests of a base; the same whether it is in float32 or bfloat16."""
+    return digests(
         (name, weight.bfloat16() if weight.is_floating_point() else weight)
         for name, weight in base.items()
     )
-    found = sorted(digests(rounded).items())
-    return blake2b(repr(found).encode(), digest_size=16).hexdigest()
+
+
+def _digest_of_all(found: dict[str, str]) -> str:
+    return blake2b(repr(sorted(found.items())).encode(), digest_size=16).hexdigest()

@@ -9,9 +9,13 @@ import shutil
 
 import pytest
 
+from lightning_rl.cli import main
+from lightning_rl.cli.pack.archive import extract_archive
 from lightning_rl.cli.rerun.compare import rerun_iteration
 from lightning_rl.cli.rerun.run import RecordedRun
+from lightning_rl.data.rollouts.log import RerunLog
 from lightning_rl.errors import DataError
+from tests.support.packs import with_number
 from tests.support.ranks_bare import bare_loop
 from tests.support.ranks_checks import guarded, rerun
 from tests.support.ranks_roles import fit_roles, roles_refused
@@ -264,6 +268,34 @@ def test_two_processes_rerun_what_two_trained(together, tiny_model):
     assert [line.endswith("bit for bit") for line in said[3:5]] == [True] * 2
     assert sum(" tokens equal, reward " in line for line in said) == 2
     assert second["audit"][1] == ""
+
+
+def test_two_processes_make_a_pack_of_two_again(together, tiny_model, tmp_path):
+    first, second = together(2, rerun, str(tiny_model))
+    assert (first["pack"][0], second["pack"][0]) == (0, 0), first["pack"]
+    assert (first["unpack"][0], second["unpack"][0]) == (0, 0), first["unpack"]
+    assert first["unpack"][1].splitlines()[-1] == "equal to the bit"
+    assert second["pack"][1] == second["unpack"][1] == ""
+    about = extract_archive(first["step"], tmp_path / "parts")
+    assert about["processes"] == 2
+    shares = [RerunLog(tmp_path / "parts").rollouts(4, rank) for rank in range(2)]
+    assert [len(share) for share in shares] == [GROUPS * GROUP_SIZE // 2] * 2
+
+
+@slow
+def test_a_pack_of_two_processes_is_shrunk_as_one(together, tiny_model, tmp_path, capsys):
+    step = together(2, rerun, str(tiny_model))[0]["step"]
+    name = "state_dict.policy.lm.model.layers.1.mlp.up_proj.weight"
+    broken = with_number(step, tmp_path, "checkpoint", name, 0, math.nan)
+    small = tmp_path / "small.zip"
+    told = ["--shrink", str(small), "--out", str(tmp_path / "run")]
+    assert main(["unpack", str(broken), *told]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "one process trains on the rollouts of all 2"
+    assert any(line.startswith("groups: 2 of 4 stay") for line in said)  # one for each minibatch
+    assert extract_archive(small, tmp_path / "last")["processes"] == 1
+    assert main(["unpack", str(small), "--run", "--out", str(tmp_path / "again")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
 @slow

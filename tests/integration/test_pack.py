@@ -12,8 +12,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from lightning_rl.cli import main
-from lightning_rl.cli.pack.archive import extract_archive, write_archive
+from lightning_rl.cli.pack.archive import extract_archive
 from lightning_rl.cli.rerun.run import RecordedRun
+from tests.support.packs import changed
 from tests.support.recorded_run import make_place, stand_in, train
 
 pytestmark = pytest.mark.usefixtures("there")
@@ -26,14 +27,6 @@ def step(place, finished) -> Path:
         stand_in(place, patch)
         assert main(["pack", str(finished), "--iteration", "3", "--out", "step.zip"]) == 0
     return place / "step.zip"
-
-
-def changed(step: Path, folder: Path, change) -> Path:
-    """Return a copy of a pack in which some members were changed."""
-    extract_archive(step, folder / "parts")
-    change(folder / "parts")
-    write_archive(folder / "parts", folder / "changed.zip")
-    return folder / "changed.zip"
 
 
 def test_a_step_is_made_again_elsewhere_bit_by_bit(step, tmp_path, monkeypatch, capsys):
@@ -138,30 +131,70 @@ def test_the_first_step_begins_with_the_models_own_weights(finished, tmp_path, c
     assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
+def with_other_embedding(model: Path, folder: Path) -> Path:
+    """Return a copy of a model in which one tensor is another."""
+    other = shutil.copytree(model, folder)
+    weights = load_file(other / "model.safetensors")
+    weights["model.embed_tokens.weight"] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    return other
+
+
 def test_the_base_of_a_lora_is_packed_or_named(tiny_model, tmp_path, monkeypatch, capsys):
     place = make_place(tmp_path)
     finished = train(place, tiny_model, "--model.lora", "LoRA", "--model.kl", "null")
     stand_in(place, monkeypatch)
     pack = ["pack", str(finished), "--iteration", "3", "--out"]
     assert main([*pack, "whole.zip"]) == 0
-    assert main([*pack, "adapters.zip", "--lora-only"]) == 0
+    assert main([*pack, "adapters.zip", "--base", str(tiny_model)]) == 0
+    names = load_file(tiny_model / "model.safetensors").keys()
+    about = extract_archive(place / "adapters.zip", place / "parts")
+    assert about["bases"]["models/0/model.safetensors"].keys() == names
+    assert about["base"] == tiny_model.name
+    assert load_file(place / "parts/models/0/model.safetensors") == {}
     assert main(["unpack", "whole.zip", "--run"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
-    assert main(["unpack", "adapters.zip", "--run"]) == 2
-    assert "name the model's directory with --model" in capsys.readouterr().err
-    other = shutil.copytree(tiny_model, place / "other")
-    weights = load_file(other / "model.safetensors")
-    weights["model.norm.weight"] += 1
-    save_file(weights, other / "model.safetensors", {"format": "pt"})
-    assert main(["unpack", "adapters.zip", "--run", "--model", str(other)]) == 2
-    assert "model.norm.weight differs" in capsys.readouterr().err
-    assert main(["unpack", "adapters.zip", "--run", "--model", str(tiny_model)]) == 0
+    unpack = ["unpack", "adapters.zip", "--run"]
+    assert main(unpack) == 2
+    assert f"without the weights of '{tiny_model.name}'; name that" in capsys.readouterr().err
+    other = with_other_embedding(tiny_model, place / "other")
+    assert main([*unpack, "--base", str(other)]) == 2
+    assert "'model.embed_tokens.weight' of models/0/model.safetensors is" in capsys.readouterr().err
+    assert main([*unpack, "--base", str(tiny_model)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
-def test_what_cannot_be_packed_is_said(finished, capsys):
+def test_what_a_base_has_is_left_out_of_whole_weights(finished, tiny_model, tmp_path, capsys):
+    """The first step's model is the base but for a tensor, and a later step's reference is it."""
+    other = with_other_embedding(tiny_model, tmp_path / "other")
+    names = load_file(tiny_model / "model.safetensors").keys() - {"model.embed_tokens.weight"}
+    for iteration, base, member, left_out in (
+        ("1", other, "models/0/model", names),
+        (
+            "3",
+            tiny_model,
+            "checkpoint",
+            {f"state_dict.reference.policy.lm.{name}" for name in names},
+        ),
+    ):
+        folder = tmp_path / iteration
+        told = ["--iteration", iteration, "--out", f"{folder}.zip", "--base", str(base)]
+        assert main(["pack", str(finished), *told]) == 0
+        about = extract_archive(Path(f"{folder}.zip"), folder / "parts")
+        assert left_out <= about["bases"][f"{member}.safetensors"].keys()
+        told = ["--run", "--base", str(base), "--out", str(folder / "run")]
+        assert main(["unpack", f"{folder}.zip", *told]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
+
+
+def test_what_cannot_be_packed_is_said(finished, step, tiny_model, tmp_path, capsys):
     assert main(["pack", str(finished), "--iteration", "9"]) == 2
     said = capsys.readouterr().err
     assert "did not record the results of iteration 9 (recorded: 0, 1, 2, 3, 4)" in said
-    assert main(["pack", str(finished), "--iteration", "3", "--lora-only"]) == 2
-    assert "the run trains no LoRA" in capsys.readouterr().err
+    base = ["--base", str(tiny_model)]
+    assert main(["unpack", str(step), *base, "--out", str(tmp_path / "run")]) == 2
+    assert f"--base {tiny_model}: the pack has none of its weights" in capsys.readouterr().err
+    assert main(["pack", str(finished), "--iteration", "3", "--base", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no model.safetensors" in capsys.readouterr().err
+    assert main(["pack", str(finished), "--iteration", "3", "--base", "nobody/nothing@1"]) == 2
+    assert "--base nobody/nothing@1: its weights cannot be read" in capsys.readouterr().err

@@ -7,13 +7,14 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from lightning_rl.cli import main
-from lightning_rl.cli.pack.archive import extract_archive, write_archive
+from lightning_rl.cli.pack.archive import extract_archive
 from lightning_rl.cli.pack.observation import Observation
 from lightning_rl.cli.pack.trees import read_tree
 from lightning_rl.data.rollouts.log import RerunLog
+from tests.support.packs import with_number
 from tests.support.recorded_run import stand_in, train
 
 UPDATE = "{minibatches: 1, ppo_epochs: 2, max_grad_norm: 0.01}"
@@ -29,17 +30,6 @@ def step(place, tiny_model) -> Path:
         stand_in(place, patch)
         assert main(["pack", str(run), "--iteration", "3", "--out", "step.zip"]) == 0
     return place / "step.zip"
-
-
-def with_number(step: Path, folder: Path, member: str, name: str, place: int, number: float):
-    """Return a copy of a pack in which a tensor has another number at a flat index."""
-    extract_archive(step, folder / "parts")
-    file = folder / f"parts/{member}.safetensors"
-    tensors = load_file(file)
-    tensors[name].view(-1)[place] = number
-    save_file(tensors, file)
-    write_archive(folder / "parts", folder / "changed.zip")
-    return folder / "changed.zip"
 
 
 def shrunk(pack: Path, folder: Path, capsys) -> tuple[int, list[str]]:
@@ -77,6 +67,26 @@ def test_a_nan_is_left_in_one_layer_and_one_rollout(step, tmp_path, capsys):
     )
     [config] = (tmp_path / "last/models").glob("*/config.json")
     assert json.loads(config.read_text())["num_hidden_layers"] == 1
+
+
+@pytest.mark.slow
+def test_a_nan_in_a_lora_is_left_in_one_layer_without_the_base(place, tiny_model, tmp_path, capsys):
+    run = train(place, tiny_model, f"--model.update={UPDATE}", "--model.lora=LoRA")
+    base, step = ["--base", str(tiny_model)], tmp_path / "step.zip"
+    assert main(["pack", str(run), "--iteration", "3", "--out", str(step), *base]) == 0
+    extract_archive(step, tmp_path / "whole")
+    names = load_file(tmp_path / "whole/checkpoint.safetensors")
+    name = next(n for n in names if n.startswith("state_dict") and ".layers.1." in n)
+    broken = with_number(step, tmp_path, "checkpoint", name, 0, math.nan)
+    small = tmp_path / "small.zip"
+    told = ["--shrink", str(small), "--out", str(tmp_path / "run")]
+    assert main(["unpack", str(broken), *told, *base]) == 0
+    assert "layers: 1 of 2 stay, 2 trials" in capsys.readouterr().out
+    about = json.loads(extracted(small, tmp_path / "last", "pack.json"))
+    assert len(about["bases"]["models/0/model.safetensors"]) > 3
+    told = ["--run", "--out", str(tmp_path / "again")]
+    assert main(["unpack", str(small), *told, *base]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "equal to the bit"
 
 
 def extracted(pack: Path, folder: Path, member: str) -> str:

@@ -10,23 +10,15 @@ from lightning_rl.cli.rerun.change import RerunChange
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.cli.rerun.what_if import what_if
 from lightning_rl.errors import ConfigError, DataError
-from tests.support.recorded_run import make_place, stand_in, train
+from tests.support.recorded_run import train
 
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return make_place(tmp_path_factory.mktemp("what_if"))
+pytestmark = pytest.mark.usefixtures("there")
 
 
 @pytest.fixture(scope="module")
 def finished(place, tiny_model) -> Path:
     """Run four iterations with held-out prompts; the weights of versions 2 and 4 are kept."""
     return train(place, tiny_model, "--data.evaluation.prompts=train.jsonl")
-
-
-@pytest.fixture(autouse=True)
-def _there(place, monkeypatch) -> None:
-    stand_in(place, monkeypatch)
 
 
 @pytest.fixture

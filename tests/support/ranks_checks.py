@@ -1,4 +1,4 @@
-"""Provide guards that trip on one rank, commands that several processes run, and a rerun by two."""
+"""Provide guards that trip on one rank, commands of several processes, and a rerun by two."""
 
 import contextlib
 import io
@@ -96,16 +96,22 @@ def guarded(model: str, *, where: Path) -> dict[str, Any]:
 
 
 def rerun(model: str, *, where: Path) -> dict[str, Any]:
-    """Run by the command line, do an iteration again by as many processes, and audit it."""
+    """Run by the command line, do an iteration again by as many processes, pack and audit it."""
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     config = where / f"config_{rank}.yaml"
     config.write_text(yaml.safe_dump(_config(model, where, file)))
-    run = str(where / "lightning_logs" / "version_0")
+    run, step = str(where / "lightning_logs" / "version_0"), str(where / "step.zip")
+    fitted = command("fit", "--config", str(config))
+    packed = command("pack", run, "--iteration", "4", "--out", step)
+    torch.distributed.barrier()  # until it is written
     return {
         "run": Path(run),
-        "fit": command("fit", "--config", str(config)),
+        "step": Path(step),
+        "fit": fitted,
+        "pack": packed,
+        "unpack": command("unpack", step, "--run", "--out", str(where / "unpacked")),
         "iteration": command("rerun", run, "--iteration", "4", "--since", "0"),
         "audit": command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1"),
     }

@@ -66,8 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_rl.cli.rerun.run import RecordedRun
     from lightning_rl.run.known_warnings import without_info
 
-    trust = [f"--trust={module}" for module in options.trust]
-    run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
+    run = RecordedRun(options.run, CommandParser.trust_in(options))
     records = examine(run, options.head)
 
     @rank_zero_only

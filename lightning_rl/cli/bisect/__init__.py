@@ -49,8 +49,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Bisect a run, print the result, write its page, and return the exit status."""
     options = parse_arguments(arguments)
-    trust = ["--trusted_only"] * options.trusted_only
-    trust += [f"--trust={module}" for module in options.trust]
+    trust = CommandParser.trust_in(options)
     window = None if options.good is None else (options.good, options.bad)
     verdict = bisect(
         options.run, options.metric, window, options.seconds, options.page, options=trust

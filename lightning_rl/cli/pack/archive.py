@@ -32,6 +32,8 @@ _LARGEST_TEXT, _MOST_TEXT = 2**27, 2**28
 """Bytes of one text, and of all: a vocabulary has about 30 MB."""
 _MOST = 2000
 """Most members of a pack."""
+MOST_PROCESSES = 64
+"""Most processes that unpack starts for a stranger."""
 _BLOCK = 2**20
 
 
@@ -147,6 +149,8 @@ def _about(file: Path, folder: Path) -> dict[str, Any]:
         numbers = [about["iteration"], about["processes"]]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError(f"iteration and processes are {numbers}, but must be positive")
+        if about["processes"] > MOST_PROCESSES:
+            raise ValueError(f"processes is {numbers[1]}, but must be at most {MOST_PROCESSES}")
         median, left_out = about["median_grad_norm"], about["left_out"]
         if median is not None and not (isinstance(median, float) and median >= 0):
             raise ValueError(f"median_grad_norm is {median!r:.20}, but must be a norm or null")
@@ -155,6 +159,8 @@ def _about(file: Path, folder: Path) -> dict[str, Any]:
         mappings = [about["environment"], about["bases"], *dict(about["bases"]).values()]
         if not all(isinstance(one, dict) for one in mappings):
             raise TypeError("environment, bases and what they hold must be objects")
+        if not all(isinstance(d, str) for names in about["bases"].values() for d in names.values()):
+            raise TypeError("digests must be texts")
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(f"{file}: {ABOUT} is damaged ({error}); ask for the pack again") from error
     if version != FORMAT:

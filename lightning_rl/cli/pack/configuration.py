@@ -6,18 +6,18 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
+from lightning_rl.cli.pack.base import weight_files
+from lightning_rl.cli.requested import Tree, models_in
 from lightning_rl.config.hints import import_object
 from lightning_rl.config.secrets import without_secrets
-from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.models.model_files import save_skeleton
 from lightning_rl.models.pretrained import OF_FILES, Loading
-from lightning_rl.run.digest import digests
 
 _OBSERVERS: dict[str, Any] = {
     "logger": False,
@@ -56,35 +56,21 @@ class PackedConfiguration:
         config: a run's recorded configuration.
         folder: the folder of the pack's members, to which models are written.
         initial: True if no checkpoint is packed, so that the models' own weights count.
-        lora_only: True to leave out the weights of a model that only gets adapters.
         with_code: True to include code that comes with a model.
 
     Raises:
-        ConfigError: if ``lora_only`` is set, but there is no LoRA.
-        DataError: if ``lora_only`` would leave out the weights of several models, or a model has
-            no safetensors.
+        DataError: if a model has no safetensors.
     """
 
     def __init__(
-        self, config: dict[str, Any], folder: Path, initial: bool, lora_only: bool, with_code: bool
+        self, config: dict[str, Any], folder: Path, initial: bool, with_code: bool
     ) -> None:
         self._folder = folder
-        self._initial, self._lora_only, self._with_code = initial, lora_only, with_code
-        self._packed: dict[tuple[str, bool, bool], str] = {}
-        self.bases: dict[str, dict[str, str]] = {}
-        """The digests of the weights that were left out, by the model's path in the pack."""
-        self.sources: dict[str, Path] = {}
-        """Where those weights are, by the same."""
+        self._initial, self._with_code = initial, with_code
+        self._packed: dict[tuple[str, bool], str] = {}
         self.left_out: list[str] = []
         """Sentences on the parts of the run that the pack lacks."""
         self.tree = self._of(config)
-        if lora_only and not self.bases:
-            raise ConfigError("--lora-only: the run trains no LoRA on a model's weights; omit it")
-        if len(self.bases) > 1:
-            raise DataError(
-                f"--lora-only leaves out one model's weights, but the run adapts {len(self.bases)} "
-                "models; pack without it"
-            )
 
     def _of(self, config: dict[str, Any]) -> dict[str, Any]:
         trainer = config["trainer"] | _OBSERVERS
@@ -98,29 +84,24 @@ class PackedConfiguration:
         tree = {
             "seed_everything": config.get("seed_everything"),
             "trainer": trainer,
-            "model": self._with_models(config["model"]),
+            "model": self._pack_models(config["model"]),
             "data": {"class_path": "lightning_rl.OfflineDataModule", "init_args": rollouts},
             "ckpt_path": None,
         }
         return dict(anonymous(tree))
 
-    def _with_models(self, node: Any) -> Any:
-        """Return the node with models replaced by their paths in the pack."""
-        if isinstance(node, list):
-            return [self._with_models(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        result = {key: self._with_models(value) for key, value in node.items()}
-        model, loading = node.get("model"), node.get("loading")
-        if not isinstance(model, str):
-            return result
-        if isinstance(loading, dict):
-            result["model"], result["loading"] = self._learner(
-                model, loading, bool(node.get("lora"))
-            )
-        elif Path(model, "config.json").is_file():
-            result["model"] = self._packed_model(model, Loading(), True)
-        return result
+    def _pack_models(self, tree: Tree) -> Tree:
+        """Pack all models, and return a configuration that has their paths in the pack."""
+        tree = deepcopy(tree)
+        for node in models_in(tree):
+            model, loading = node["model"], node.get("loading")
+            if isinstance(loading, dict):
+                node["model"], node["loading"] = self._learner(
+                    model, loading, bool(node.get("lora"))
+                )
+            elif Path(model, "config.json").is_file():
+                node["model"] = self._packed_model(model, Loading(), True)
+        return tree
 
     def _learner(
         self, model: str, loading: dict[str, Any], lora: bool
@@ -134,14 +115,12 @@ class PackedConfiguration:
         found = Loading(loading.get("trust_remote_code", False), kwargs)
         random = bool(loading.get("random_init"))
         needed = not random and (lora or self._initial)
-        packed = self._packed_model(model, found, needed, lora and self._lora_only)
+        packed = self._packed_model(model, found, needed)
         random = random or not needed
         return packed, loading | {"model_kwargs": settings, "random_init": random}
 
-    def _packed_model(
-        self, model: str, loading: Loading, weights: bool, digests_only: bool = False
-    ) -> str:
-        key = (model, weights, digests_only)
+    def _packed_model(self, model: str, loading: Loading, weights: bool) -> str:
+        key = (model, weights)
         if key in self._packed:
             return self._packed[key]
         place = self._packed[key] = f"models/{len(self._packed)}"
@@ -152,48 +131,11 @@ class PackedConfiguration:
             code.unlink()
         if weights:
             source = _folder_of(model, loading)
-            if digests_only:
-                self.bases[place], self.sources[place] = weight_digests(source), source
-                self.left_out.append(f"the weights of {place}, which unpack takes from --model")
-            else:
-                for file in (*weight_files(source), *source.glob("model.safetensors.index.json")):
-                    shutil.copyfile(file, folder / file.name)
+            for file in (*weight_files(source), *source.glob("model.safetensors.index.json")):
+                shutil.copyfile(file, folder / file.name)
         else:
             self.left_out.append(f"the initial weights of {place}, which the checkpoint replaces")
         return place
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return a model's files of weights.
-
-    Raises:
-        DataError: if it has none of safetensors.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise DataError(
-            f"{folder} has no model.safetensors, and a pack holds no pickles; save the model with "
-            "save_pretrained, and name that folder"
-        )
-    return files
-
-
-def weight_digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each tensor in a model's files.
-
-    Raises:
-        DataError: if a file is damaged, or there is none.
-    """
-
-    def tensors() -> Iterator[tuple[str, Any]]:
-        for file in weight_files(folder):
-            with safe_open(file, "pt") as opened:
-                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
-
-    try:
-        return digests(tensors())
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{folder}: its weights cannot be read ({error}); restore them") from error
 
 
 def _folder_of(model: str, loading: Loading) -> Path:

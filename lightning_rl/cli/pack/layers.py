@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lightning_rl.cli.pack.configuration import weight_files
+from lightning_rl.cli.pack.base import weight_files
 from lightning_rl.cli.pack.trees import read_tree, write_tree
+from lightning_rl.cli.requested import models_in, nodes
 from lightning_rl.config.yaml_text import parse_yaml
 from lightning_rl.errors import DataError
 from lightning_rl.run.files import strict_json
@@ -37,13 +38,13 @@ class DecoderLayers:
         self._parts, self._parameters = parts, parameters
         text = (parts / "config.yaml").read_text(encoding="utf-8")
         model = parse_yaml(text, "the pack's config.yaml")["model"]
-        trained = {str(n["model"]) for n in _nodes(model) if {"model", "loading"} <= n.keys()}
+        trained = {node["model"] for node in models_in(model) if "loading" in node}
         if len(trained) != 1:
             raise DataError(f"it trains {len(trained)} models")
         self.place = trained.pop()
         """The model's path in the pack."""
-        references = (node["reference"] for node in _nodes(model) if node.get("reference"))
-        self._other_reference = any("model" in node for ref in references for node in _nodes(ref))
+        references = [node["reference"] for _, node in nodes(model) if node.get("reference")]
+        self._other_reference = any(models_in(references))
         file = parts / self.place / "config.json"
         if not _PLACE.fullmatch(self.place) or not file.is_file():
             raise DataError(f"{self.place:.100} is no model in the pack")
@@ -55,7 +56,8 @@ class DecoderLayers:
                 f"the weights of {self.place} are of layers {sorted(found)}, but its config.json "
                 f"has num_hidden_layers={count!r:.20}"
             )
-        if self._checkpoint is not None and "frozen_base" in self._checkpoint:
+        self._base = {} if self._checkpoint is None else self._checkpoint.get("frozen_base", {})
+        if not isinstance(self._base, dict):  # an earlier checkpoint's
             raise DataError("its LoRA's checkpoint identifies the base by a digest of all layers")
         self.count = count
 
@@ -108,7 +110,8 @@ class DecoderLayers:
             of_kept = {new[index]: own for index, own in state["state"].items() if index in new}
             optimizers.append(state | {"state": of_kept, "param_groups": groups})
         weights = self._renamed(checkpoint["state_dict"], numbers)
-        return checkpoint | {"state_dict": weights, "optimizer_states": optimizers}
+        base = {"frozen_base": self._renamed(self._base, numbers)} if self._base else {}
+        return checkpoint | base | {"state_dict": weights, "optimizer_states": optimizers}
 
     def _renamed(self, weights: Mapping[str, Any], numbers: Mapping[int, int]) -> dict[str, Any]:
         named = ((self._new_name(name, numbers), weight) for name, weight in weights.items())
@@ -133,12 +136,3 @@ def _decoder_of(config: dict[str, Any]) -> dict[str, Any]:
 def _sees(prefix: str) -> bool:
     """Return True for the layers of a vision tower, which are another stack."""
     return "vision" in prefix or "visual" in prefix
-
-
-def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all mappings in a tree."""
-    if isinstance(tree, dict):
-        yield tree
-    if isinstance(tree, dict | list):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _nodes(item)

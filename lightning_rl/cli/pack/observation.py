@@ -36,6 +36,7 @@ from lightning_rl.data.rollouts.log import Outcome, first_difference
 from lightning_rl.errors import DataError
 from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.run.files import strict_json
+from lightning_rl.run.processes.dist import gather
 
 _NOISE = 1e-5
 """A tensor's gradient below this share of the whole gradient is nothing but rounding: Adam makes
@@ -47,9 +48,9 @@ steps of full size of it.
 class Observation:
     """The stages of one update, in the order in which they arise.
 
-    ``columns`` holds the columns (T,) of the batch before the update, ``gradients`` for each
-    optimizer step the norm of each parameter's gradient, before clipping, and ``changes`` the norm
-    of each parameter's change in the update.
+    ``columns`` holds the columns (T,) of the batch before the update, those of one rank after those
+    of another, ``gradients`` for each optimizer step the norm of each parameter's gradient, before
+    clipping, and ``changes`` the norm of each parameter's change in the update.
     """
 
     columns: dict[str, Tensor] = field(default_factory=dict)
@@ -142,12 +143,14 @@ class Observer(RLCallback):
         columns = (
             batch["rollouts", key].tolist() for key in ("rollout", "prompt_length", "length")
         )
-        self.rows[name] = [
-            BatchRow(ids[number], *lengths) for number, *lengths in zip(*columns, strict=True)
-        ]
-        for key, column in batch["tokens"].items():
-            if _is_column(column):
-                self.seen.columns[f"{name}.{key}" if name else key] = column.detach().cpu().clone()
+        rows = [BatchRow(ids[number], *lengths) for number, *lengths in zip(*columns, strict=True)]
+        own = {key: c.detach().cpu().clone() for key, c in batch["tokens"].items() if _is_column(c)}
+        shares = gather((rows, own))  # of all ranks
+        self.rows[name] = [row for rows, _ in shares for row in rows]
+        for key in own:
+            parts = [of_rank[key] for _, of_rank in shares if key in of_rank]
+            if len(parts) == len(shares):
+                self.seen.columns[f"{name}.{key}" if name else key] = torch.cat(parts)
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After the last of a step, since clipping comes before on_before_optimizer_step, and would

@@ -29,8 +29,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", metavar="FILE", type=Path, help=out)
     texts = "hash: replace the texts of prompts and completions by their SHA-256 (default: keep)"
     parser.add_argument("--texts", choices=("keep", "hash"), default="keep", help=texts)
-    base = "leave out the model's weights if only adapters are trained; unpack asks for them"
-    parser.add_argument("--lora-only", action="store_true", help=base)
+    base = "leave out all weights that are equal in this model, a directory or owner/name@revision "
+    base += "of the hub; unpack asks for it"
+    parser.add_argument("--base", metavar="MODEL", help=base)
     code = "include the source files of your own classes that the configuration names"
     parser.add_argument("--with-code", action="store_true", help=code)
     parser.add_trust()
@@ -43,38 +44,41 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Pack an update, make it again from the pack, and return the exit status."""
     options = parse_arguments(arguments)
+    from lightning.pytorch.utilities import rank_zero_only
+
     from lightning_rl.cli.pack.archive import write_archive
+    from lightning_rl.cli.pack.base import Base
     from lightning_rl.cli.process import printable
     from lightning_rl.cli.rerun.run import RecordedRun
     from lightning_rl.run.known_warnings import without_info
 
+    @rank_zero_only  # the others only help to train
     def say(*lines: str) -> None:
         print(*map(printable, lines), sep="\n", flush=True)
 
-    trust = [f"--trust={module}" for module in options.trust]
-    trust = ["--trusted_only"] * options.trusted_only + trust
-    run = RecordedRun(options.run, trust)
+    run, base = RecordedRun(options.run, CommandParser.trust_in(options)), Base(options.base)
     with without_info(), tempfile.TemporaryDirectory(prefix="lightning_rl_pack_") as scratch:
         parts = Path(scratch, "parts")
         parts.mkdir()
-        about, models = _write_parts(run, options, parts)
+        about = _write_parts(run, options, parts)
+        if left_out := base.leave_out(parts):
+            count = sum(map(len, left_out.values()))
+            about["left_out"].append(f"{count} tensors, which unpack takes from --base")
+        about["bases"] = left_out
         say(*_sizes(parts), *(f"left out: {what}" for what in about["left_out"]))
-        equal = _try(about, parts, Path(scratch, "run"), models, trust, say)
-        write_archive(parts, options.out)
-    say(f"wrote {options.out}, {options.out.stat().st_size:,} bytes")
+        base.put_back(parts, about)  # as whoever unpacks it does
+        equal = _try(about, parts, Path(scratch, "run"), run.options, say)
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            base.leave_out(parts)
+            write_archive(parts, options.out)
+            say(f"wrote {options.out}, {options.out.stat().st_size:,} bytes")
     return 0 if equal else 1
 
 
-def _write_parts(
-    run: Any, options: argparse.Namespace, parts: Path
-) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Write all members of the pack but the observations.
-
-    Returns:
-        What ``pack.json`` says, and the directories of models whose weights were left out.
-    """
-    from lightning_rl.cli.pack.archive import FORMAT
-    from lightning_rl.cli.pack.configuration import PackedConfiguration, write_code
+def _write_parts(run: Any, options: argparse.Namespace, parts: Path) -> dict[str, Any]:
+    """Write all members of the pack but the observations; returns what ``pack.json`` says."""
+    from lightning_rl.cli.pack.archive import FORMAT, MOST_PROCESSES
+    from lightning_rl.cli.pack.configuration import PackedConfiguration, anonymous, write_code
     from lightning_rl.cli.pack.rollouts import packed, secrets_in
     from lightning_rl.cli.pack.symptoms import median_norm
     from lightning_rl.cli.pack.trees import write_tree
@@ -85,21 +89,23 @@ def _write_parts(
     iteration, before = options.iteration, options.iteration - 1
     outcomes = run.outcomes_with(iteration)
     ranks = outcomes[iteration].ranks
-    if ranks > 1:
+    if ranks > MOST_PROCESSES:
         raise DataError(
-            f"iteration {iteration} was trained by {ranks} processes, and a pack holds the update "
-            "of one; send the run's directory, for lightning-rl rerun"
+            f"iteration {iteration} was trained by {ranks} processes, and a pack is made again by "
+            f"{MOST_PROCESSES} at most; send the run's directory, for lightning-rl rerun"
         )
     config = config_in(run.config_of(before)[1])
-    made = PackedConfiguration(config, parts, before == 0, options.lora_only, options.with_code)
+    made = PackedConfiguration(config, parts, before == 0, options.with_code)
     (parts / "config.yaml").write_text(dump_yaml(made.tree), encoding="utf-8")
     if before > 0:
         write_tree(_checkpoint(run, before, config), parts / "checkpoint")
-    log = RerunLog(parts)
-    rollouts = run.log.rollouts(iteration)
-    if secrets := secrets_in(rollouts):
+    log, secrets = RerunLog(parts), 0
+    for rank in range(ranks):
+        rollouts = run.log.rollouts(iteration, rank)
+        secrets += secrets_in(rollouts)
+        log.write_rollouts(iteration, rank, [packed(r, options.texts == "hash") for r in rollouts])
+    if secrets:
         made.left_out.append(f"{secrets} secrets in texts of rollouts; their tokens are packed")
-    log.write_rollouts(iteration, 0, [packed(r, options.texts == "hash") for r in rollouts])
     if options.texts == "hash":
         made.left_out.append("texts of rollouts; their tokens are packed")
     for version in (before, iteration):
@@ -108,17 +114,17 @@ def _write_parts(
     code: list[str] = []
     if options.with_code:
         code = write_code([made.tree["model"], made.tree["trainer"]], parts / "code")
-    about = {
+    return {
         "format": FORMAT,
         "iteration": iteration,
         "processes": ranks,
         "texts": options.texts,
         "code": code,
-        "bases": made.bases,
+        "base": anonymous(options.base),
+        "bases": {},
         "median_grad_norm": median_norm(outcomes.values()),
         "left_out": made.left_out,
     }
-    return about, made.sources
 
 
 _NOT_READ = (
@@ -188,19 +194,14 @@ def _sizes(parts: Path) -> list[str]:
 
 
 def _try(
-    about: dict[str, Any],
-    parts: Path,
-    run: Path,
-    models: dict[str, Path],
-    trust: list[str],
-    say: Callable[..., None],
+    about: dict[str, Any], parts: Path, run: Path, trust: Sequence[str], say: Callable[..., None]
 ) -> bool:
     """Make the update from the pack, and add what was observed; True if it is as recorded."""
     from lightning_rl.cli.pack.observation import made_again, write_observed
     from lightning_rl.cli.pack.run_directory import make_run
     from lightning_rl.cli.rerun.run import RecordedRun
 
-    make_run(about, parts, run, models)
+    make_run(about, parts, run)
     update = made_again(RecordedRun(run, trust), about["iteration"])
     write_observed(about, parts, update.seen, update.rerun.environment)
     say("made again from the pack:", *update.rerun.lines())

@@ -3,7 +3,7 @@
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
 from itertools import chain
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning_rl.cli.pack.archive import write_archive
+from lightning_rl.cli.pack.base import Base
 from lightning_rl.cli.pack.ddmin import ddmin
 from lightning_rl.cli.pack.layers import DecoderLayers
 from lightning_rl.cli.pack.observation import Update, made_again, write_observed
@@ -31,7 +32,7 @@ class Shrinking:
     Args:
         about: what ``pack.json`` says.
         parts: the pack's members.
-        models: directories of models that are used in place of the pack's own.
+        base: the weights that no pack needs to hold.
         trust: command-line options for building the run's parts.
         update: the pack's update, made again.
         symptom: what has to stay.
@@ -40,7 +41,7 @@ class Shrinking:
 
     about: dict[str, Any]
     parts: Path
-    models: Mapping[str, Path]
+    base: Base
     trust: Sequence[str]
     update: Update
     symptom: Symptom
@@ -64,7 +65,7 @@ class Shrinking:
             groups.setdefault(rollout.group_id, []).append(rollout)
         with tempfile.TemporaryDirectory(prefix="lightning_rl_shrink_") as scratch:
             run, small = Path(scratch, "run"), Path(scratch, "small")
-            make_run(self.about, self.parts, run, self.models)
+            make_run(self.about, self.parts, run)
             few = self._fewest(
                 "groups", list(groups.values()), lambda some: self._shows(run, list(chain(*some)))
             )
@@ -107,7 +108,7 @@ class Shrinking:
         with tempfile.TemporaryDirectory(prefix="lightning_rl_shrink_") as scratch:
             parts, run = Path(scratch, "parts"), Path(scratch, "run")
             layers.write(parts, stay)
-            make_run(self.about, parts, run, self.models)
+            make_run(self.about, parts, run)
             return self._shows(run, rollouts)
 
     def _made(self, run: Path, rollouts: list[Rollout]) -> Update:
@@ -120,8 +121,6 @@ class Shrinking:
         try:
             if self.symptom.needs_layers:
                 raise DataError("what the other machine would get with fewer is not known")
-            if self.about["bases"]:
-                raise DataError("the pack does not hold the model's weights")
             return DecoderLayers(self.parts, self.update.observer.parameters)
         except DataError as error:
             self.say(f"layers: all stay, since {error}")
@@ -130,7 +129,7 @@ class Shrinking:
     def _complete(self, small: Path, kept: list[Rollout], left_out: str) -> None:
         """Add rollouts, results and observations to the other members of a smaller pack."""
         with tempfile.TemporaryDirectory(prefix="lightning_rl_shrink_") as scratch:
-            make_run(self.about, small, Path(scratch, "run"), self.models)
+            make_run(self.about, small, Path(scratch, "run"))
             update = self._made(Path(scratch, "run"), kept)
         if not self.symptom.shows(update):
             raise DataError(
@@ -142,6 +141,7 @@ class Shrinking:
         log.write_rollouts(self.about["iteration"], 0, kept)
         for outcome in (update.observer.before, update.rerun.again):
             log.write_outcome(outcome)
-        about = self.about | {"left_out": [*self.about["left_out"], left_out]}
+        without = {"left_out": [*self.about["left_out"], left_out]}
+        about = self.about | without | {"bases": self.base.leave_out(small)}
         expected = self.symptom.expected(update)
         write_observed(about, small, expected, update.rerun.environment)

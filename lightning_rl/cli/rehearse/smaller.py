@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rl.cli.rehearse.findings import Kind, RunFinding
 from lightning_rl.cli.rehearse.tiny_model import write_tiny
-from lightning_rl.cli.requested import Tree, class_of, inside_run, listed, nodes
+from lightning_rl.cli.requested import Tree, class_of, inside_run, listed, models_in, nodes
 from lightning_rl.models.pretrained import Loading
 
 ITERATIONS = 3
@@ -62,9 +62,8 @@ def without_weights(tree: Tree) -> Tree:
     for _, node in nodes(trainer.get("callbacks")):  # transports may need a GPU to be made
         if "transport" in node:
             node["transport"] = None
-    for _, node in nodes(planned["model"]):
-        if isinstance(node.get("model"), str):
-            node["loading"] = (node.get("loading") or {}) | {"random_init": True}
+    for node in models_in(planned["model"]):
+        node["loading"] = (node.get("loading") or {}) | {"random_init": True}
     return planned
 
 
@@ -105,9 +104,7 @@ class Smaller:
     # ---------------------------------------------------------------- model
 
     def _make_models(self, model: Tree) -> None:
-        for _, node in nodes(model, "model"):
-            if not isinstance(node.get("model"), str):
-                continue
+        for node in models_in(model):
             loading = node.get("loading") or {}
             node["model"] = self._tiny(node["model"], loading)
             node["loading"] = loading | {"random_init": False, "model_kwargs": {}}

@@ -123,8 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     from lightning_rl.cli.rerun.rollouts import rerun_rollout
     from lightning_rl.cli.rerun.run import RecordedRun
 
-    trust = [f"--trust={module}" for module in options.trust]
-    run = RecordedRun(options.run, ["--trusted_only"] * options.trusted_only + trust)
+    run = RecordedRun(options.run, CommandParser.trust_in(options))
     if options.iteration is not None:
         iteration = rerun_iteration(run, options.iteration, options.since)
         rank_zero_only(print)("\n".join(iteration.lines()))  # the others only help to train

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lightning_rl.cli import main
 from lightning_rl.cli.pack.archive import extract_archive, write_archive
+from lightning_rl.cli.pack.base import Base
 from lightning_rl.cli.pack.configuration import anonymous, write_code
 from lightning_rl.cli.pack.observation import BatchRow, Observation, verdict
 from lightning_rl.cli.pack.rollouts import packed
@@ -92,6 +94,14 @@ FORGED = {
         {**GOOD, "pack.json": ABOUT.replace('"iteration": 1', '"iteration": "1"')},
         "must be positive",
     ),
+    "thousands of processes": (
+        {**GOOD, "pack.json": ABOUT.replace('"processes": 1', '"processes": 5000')},
+        "processes is 5000, but must be at most 64",
+    ),
+    "a base's weights in no member": (
+        {**GOOD, "pack.json": ABOUT.replace('"bases": {}', '"bases": {"../x": {"w": "ab"}}')},
+        "was written without the weights of None",
+    ),
     "another format": (
         {**GOOD, "pack.json": ABOUT.replace('"format": 1', '"format": 2')},
         "has format 2, but this release reads format 1",
@@ -118,6 +128,28 @@ def test_a_forged_archive_of_good_names_is_refused(forge, says, tmp_path):
     with pytest.raises(DataError, match=says):
         extract_archive(forge(tmp_path / "step.zip"), tmp_path / "parts")
     assert not (tmp_path / "parts").exists()
+
+
+def test_weights_are_put_back_into_members_only(tmp_path):
+    """Whatever names, shapes or precision they have there, and nothing else is written."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "parts").mkdir()
+    weight, other = torch.arange(4.0).bfloat16(), torch.tensor([3, 4])
+    save_file({"a": weight, "b": other}, tmp_path / "model/model.safetensors")
+    held = {"first": weight, "same": weight.float(), "not": weight + 1}
+    save_file(held, tmp_path / "parts/checkpoint.safetensors")
+    base = Base(str(tmp_path / "model"))
+    bases = base.leave_out(tmp_path / "parts")
+    assert bases.keys() == {"checkpoint.safetensors"}
+    assert bases["checkpoint.safetensors"].keys() == {"first", "same"}
+    assert load_file(tmp_path / "parts/checkpoint.safetensors").keys() == {"not"}
+    base.put_back(tmp_path / "parts", {"bases": bases})
+    back = load_file(tmp_path / "parts/checkpoint.safetensors")
+    assert back.keys() == held.keys()
+    assert all(torch.equal(back[n], held[n]) and back[n].dtype == held[n].dtype for n in held)
+    for member in ("../model/model.safetensors", "models/0/model.safetensors", "pack.json"):
+        with pytest.raises(DataError, match="lacks its member"):
+            base.put_back(tmp_path / "parts", {"bases": {member: {"first": "ab12"}}})
 
 
 def test_what_was_written_is_extracted(tmp_path):

@@ -229,10 +229,16 @@ def test_layers_that_cannot_be_told_are_said(names, config, tmp_path):
         layered(tmp_path / "parts", names, **config)
 
 
-def test_the_layers_of_a_loras_base_stay(tmp_path):
+def test_the_digests_of_a_loras_base_are_renumbered(tmp_path):
     parts = tmp_path / "parts"
     layered(parts, NAMES)
-    write_tree(read_tree(parts / "checkpoint") | {"frozen_base": "ab12"}, parts / "checkpoint")
+    base = {"lm.layers.0.v": "a", "lm.layers.1.v": "b", "lm.layers.2.v": "c", "lm.head.w": "d"}
+    whole = read_tree(parts / "checkpoint")
+    write_tree(whole | {"frozen_base": base}, parts / "checkpoint")
+    DecoderLayers(parts, [NAMES]).write(tmp_path / "small", [0, 2])
+    left = {"lm.layers.0.v": "a", "lm.layers.1.v": "c", "lm.head.w": "d"}
+    assert read_tree(tmp_path / "small/checkpoint")["frozen_base"] == left
+    write_tree(whole | {"frozen_base": "ab12"}, parts / "checkpoint")  # of an earlier release
     with pytest.raises(DataError, match="identifies the base by a digest of all layers"):
         DecoderLayers(parts, [NAMES])
 

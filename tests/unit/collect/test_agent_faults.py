@@ -1,6 +1,7 @@
 """Test what an agent's exception is: the fault of one rollout, or the end of the run."""
 
 import asyncio
+import math
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -8,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.support.simulate import SimulatedEngine
-from lightning_rl.agents.base import SingleTurn
+from lightning_rl.agents.base import SingleTurn, append_written, end
 from lightning_rl.collect.collector import SyncCollector
 from lightning_rl.collect.pipeline import run_agent
 from lightning_rl.engines import Sampling, TransformersEngine
+from lightning_rl.engines.sampling import Completion
 from lightning_rl.errors import ConfigError, EngineError
 from lightning_rl.rollout import RolloutStatus
 
@@ -63,6 +65,17 @@ async def hides_it_and_raises_it_again(rollout, engine, sampling):
 
 async def misconfigured(rollout, engine, sampling):
     raise ConfigError("no such tool")
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf])
+def test_a_logprob_that_is_not_finite_costs_the_rollout(logprob, make_rollout):
+    async def writes(rollout, engine, sampling):
+        append_written(rollout, Completion([3, 4], [-0.5, logprob], "stop", [0, 0]))
+        end(rollout, "stop")
+
+    rollout = outcome(writes, make_rollout)
+    assert rollout.status is RolloutStatus.FAILED
+    assert rollout.error.startswith(f"the engine's logprob of token 1 is {logprob}, so its numbers")
 
 
 @pytest.mark.parametrize(
