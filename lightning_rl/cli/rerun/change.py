@@ -35,8 +35,7 @@ class RerunChange:
     @property
     def options(self) -> list[str]:
         """The command-line options with which the run's parts are built."""
-        permitted = ["--allow_changes=true"] if self.settings else []
-        return [f"--{setting}" for setting in self.settings] + permitted
+        return [f"--{setting}" for setting in self.settings]
 
     def __str__(self) -> str:
         parts = [f"without {', '.join(self.without)}"] if self.without else []

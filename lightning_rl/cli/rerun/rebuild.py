@@ -21,7 +21,7 @@ from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.rollouts.log import Outcome
-from lightning_rl.errors import DataError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
@@ -49,11 +49,21 @@ _TRAINER = {
 class _Rebuilt(RLCLI):
     """Builds the objects of a run's configuration as of ``version``, and runs nothing."""
 
-    def __init__(self, run: RecordedRun, version: int, scratch: str, change: RerunChange) -> None:
+    def __init__(
+        self, run: RecordedRun, version: int, kept: KeptWeights, scratch: str, change: RerunChange
+    ) -> None:
         self._scratch = scratch
         self._require_supported = partial(change.require_supported, run, version)
-        config = ["--config", str(run.config_of(version)[1]), "--ckpt_path=null"]
-        super().__init__(["fit", *config, *run.options, *change.options])
+        since, file = run.config_of(version)
+        own = kept.path is not None and run.path.resolve() in kept.path.resolve().parents
+        # The run itself was permitted to go on from these weights with this configuration.
+        changes = bool(change.settings) or not own or kept.version == since
+        options = [
+            f"--config={file}",
+            "--ckpt_path=null",
+            f"--allow_changes={str(changes).lower()}",
+        ]
+        super().__init__(["fit", *options, *run.options, *change.options])
 
     def before_instantiate_classes(self) -> None:
         self._require_supported()
@@ -147,7 +157,7 @@ def remade(
     if version > kept.version:
         rank_zero_only(print)(run.way(kept, version), file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lightning_rl_") as scratch:
-        cli = _Rebuilt(run, latest, scratch, change)
+        cli = _Rebuilt(run, latest, kept, scratch, change)
         if not isinstance(cli.model, RolloutModule):
             raise DataError(
                 f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
@@ -264,13 +274,16 @@ class _RecordedBatches(LightningDataModule):
         if self.change == UNCHANGED:
             return rollouts
         rollouts = self.change.apply(rollouts, self.made.datamodule)
-        left = any(rollout.graded for rollout in rollouts)
-        self.skipped = not dist.any_rank(left)
-        if left:
-            return rollouts
-        if not self.skipped:
-            raise DataError(
-                f"{self.change}: leaves nothing of iteration {iteration} to rank {dist.rank()}, "
-                "which trains together with others; leave out fewer"
+        groups = dist.gather(len({r.group_id for r in rollouts if r.graded}))
+        self.skipped = not any(groups)
+        if self.skipped:
+            return self.run.log.rollouts(iteration, dist.rank())  # for a batch, not trained on
+        least = max(policy.update.minibatches for policy in self.made.module.policies.values())
+        if 0 in groups or sum(groups) < least:
+            raise ConfigError(
+                f"{self.change}: leaves too few groups of iteration {iteration}, "
+                f"{' + '.join(map(str, groups))} on {len(groups)} ranks: its update takes one or "
+                f"more on each, and {least} or more for its minibatches; leave out fewer rollouts, "
+                f"or the whole iteration (--without {iteration})"
             )
-        return self.run.log.rollouts(iteration, dist.rank())  # for a batch, which is not trained on
+        return rollouts
