@@ -108,10 +108,10 @@ class RecordedRun:
         tables = {since: flatten(config_in(files[since])) for since in sorted(files)}
         found = {}
         for (_, then), (since, now) in pairwise(tables.items()):
-            if first <= since < last:
-                changes = differences(then, now)
-                found[since] = [c for c in changes if kind_of(c, then, now) == "alters"]
-        return {since: changes for since, changes in found.items() if changes}
+            changes = [c for c in differences(then, now) if kind_of(c, then, now) == "alters"]
+            if changes and first <= since < last:
+                found[since] = changes
+        return found
 
     @property
     def day(self) -> str | None:
