@@ -5,7 +5,7 @@ from html import escape
 
 from lightning_rl.cli.bisect.search import Bisection
 from lightning_rl.cli.rerun.retraining import Seen
-from lightning_rl.cli.view.still import still_page
+from lightning_rl.cli.still import still_page
 from lightning_rl.rollout import as_text
 
 _WIDTH, _HEIGHT, _EDGE = 760, 220, 34

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from lightning_rl.cli.view.still import still_page
+from lightning_rl.cli.still import still_page
 
 
 class Kind(Enum):
