@@ -2,7 +2,8 @@
 
     python -m benchmarks.bisect [--only WORD] [--folder DIR] [--seed N] [--picture FILE] [--save]
 
-An iteration is right if it is that of the fault, or one beside it; a cause, if it is the fault's.
+An iteration is right if it is that of the fault, or one beside it; a cause, if it is the fault's;
+where no cause is known for it, all rollouts that are named have to be the fault's.
 A sound run in which anything is found is a false finding. Runs are trained into the folder, and
 kept there. ``--seed`` is added to their seeds, which gives runs on which no bound was chosen.
 ``--picture`` writes the curve of the last case; ``--save`` also writes the table of docs/bisect.md.
@@ -21,8 +22,9 @@ from lightning_rl.cli import main as lightning_rl
 from lightning_rl.cli.bisect import bisect
 from lightning_rl.cli.bisect.page import curve_of
 from lightning_rl.cli.bisect.search import Bisection
+from lightning_rl.cli.rerun.what_if import rollouts_of
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs" / "bisect.md"
 COLOURS = {"var(--accent)": "#4457d6", "var(--bad)": "#c8102e", "var(--good)": "#16794c"}
 
 
@@ -50,24 +52,28 @@ def trained(case: Case, folder: Path, seed: int = 0) -> Path:
 def examined(case: Case, found: Bisection, seconds: float) -> dict[str, Any]:
     """Return what a bisection says of a case, and whether that is right."""
     cause = None if found.suspicion is None else found.suspicion.cause
-    iteration, onset = found.iteration, case.onset
+    iteration, onset, suspects = found.iteration, case.onset, found.suspects
     near = iteration is not None and onset is not None and abs(iteration - onset) <= 1
+    halved = cause is None and suspects and all(map(case.at_fault, suspects))
+    named = rollouts_of(len(suspects)) if suspects else None
     return {
         "name": case.name,
         "onset": onset,
         "iteration": iteration,
-        "cause": None if cause is None else cause.value,
+        "cause": named if cause is None else cause.value,
+        "tried_before": sum(note.startswith("not the cause") for note in found.notes),
         "iteration_right": near,
-        "cause_right": near and cause in case.causes,
+        "cause_right": near and (cause in case.causes or bool(halved)),
         "seconds": round(seconds),
     }
 
 
 def table(results: list[dict[str, Any]]) -> list[str]:
     """Return a table with a line per case."""
-    lines = ["| run | fault from iteration | found | cause named |", "|---|---|---|---|"]
+    head = "| run | fault from iteration | found | cause named | suspects tried before |"
+    lines = [head, "|---|---|---|---|---|"]
     for one in results:
-        cells = one["name"], one["onset"], one["iteration"], one["cause"]
+        cells = (one[key] for key in ("name", "onset", "iteration", "cause", "tried_before"))
         lines.append(f"| {' | '.join('none' if cell is None else str(cell) for cell in cells)} |")
     return lines
 
@@ -80,30 +86,42 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="an SVG file for the last curve")
     args = parser.parse_args()
     folder, picture = args.folder.resolve(), args.picture and args.picture.resolve()
+    found, told = planted(folder, args.only, args.seed, args.save)
+    if picture is not None:
+        draw(found, picture)
+    report("bisect", told, args.save)
+
+
+def planted(folder: Path, only: str, seed: int, save: bool) -> tuple[Bisection, dict[str, Any]]:
+    """Bisect the cases whose name has a word; return the last verdict, and how many were right."""
     prepare(folder)
     results = []
-    for case in [case for case in CASES if args.only in case.name]:
-        run, begin = trained(case, folder, args.seed), time.monotonic()
+    for case in [case for case in CASES if only in case.name]:
+        run, begin = trained(case, folder, seed), time.monotonic()
         found = bisect(run, window=case.window, page=Path("bisect.html"))
         results.append(examined(case, found, time.monotonic() - begin))
         print(results[-1], flush=True)
-    if picture is not None:
-        drawn = curve_of(found).replace("<svg", "<svg xmlns='http://www.w3.org/2000/svg'", 1)
-        for name, colour in COLOURS.items():
-            drawn = drawn.replace(name, colour)
-        picture.write_text(drawn + "\n")
     faulty = [one for one in results if one["onset"] is not None]
     sound = [one for one in results if one["onset"] is None]
     told = {
         "runs": len(faulty),
         "iteration_right": sum(one["iteration_right"] for one in faulty),
         "cause_right": sum(one["cause_right"] for one in faulty),
+        "tried_before": sum(one["tried_before"] for one in faulty),
         "sound_runs": len(sound),
         "false_findings": sum(one["iteration"] is not None for one in sound),
     }
-    if args.save:
-        write_block(ROOT / "docs" / "bisect.md", "bisect", table(results))
-    report("bisect", told | {"cases": results}, args.save)
+    if save:
+        write_block(PAGE, "bisect", table(results))
+    return found, told | {"cases": results}
+
+
+def draw(found: Bisection, picture: Path) -> None:
+    """Write the curve of a bisection as an SVG file by itself."""
+    drawn = curve_of(found).replace("<svg", "<svg xmlns='http://www.w3.org/2000/svg'", 1)
+    for name, colour in COLOURS.items():
+        drawn = drawn.replace(name, colour)
+    picture.write_text(drawn + "\n")
 
 
 if __name__ == "__main__":

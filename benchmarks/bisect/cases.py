@@ -1,4 +1,4 @@
-"""The runs of the benchmark: 22 with a planted fault, and five sound ones."""
+"""The runs of the benchmark: 24 with a planted fault, and five sound ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,8 +7,10 @@ from typing import Any
 
 from benchmarks.bisect.task import config_of
 from lightning_rl.cli.bisect.suspicion import Cause
+from lightning_rl.cli.rerun.retraining import Seen
 
 Config = dict[str, Any]
+Make = Callable[[Path], Config]
 _HERE = "benchmarks.bisect.faults."
 
 
@@ -16,36 +18,38 @@ _HERE = "benchmarks.bisect.faults."
 class Case:
     """A run: the iteration of its fault (None: sound), and causes that are right to be named.
 
-    ``window`` are the versions given to the command; None: it looks for them.
+    ``window`` are the versions given to the command; None: it looks for them. ``at_fault`` tells
+    the rollouts that are right to be named if the fault has no known cause.
     """
 
     name: str
-    make: Callable[[Path], Config]
+    make: Make
     onset: int | None = None
     causes: tuple[Cause, ...] = ()
     window: tuple[int, int] | None = None
+    at_fault: Callable[[Seen], bool] = lambda _: False
 
 
 def _part(name: str, **arguments: Any) -> Config:
     return {"class_path": _HERE + name, "init_args": arguments}
 
 
-def _reward(name: str, seed: int, since: int, until: int, **more: Any) -> Callable[[Path], Config]:
+def _reward(name: str, seed: int, since: int, until: int, **more: Any) -> Make:
     reward = _part(name, since=since, until=until, **more)
     return lambda folder: config_of(folder, seed, rewards=[reward])
 
 
-def _advantage(seed: int, since: int, until: int) -> Callable[[Path], Config]:
+def _advantage(name: str, seed: int, since: int, until: int, **update: Any) -> Make:
     def make(folder: Path) -> Config:
         config = config_of(folder, seed)
-        part = _part("ShiftedAdvantages", since=since, until=until)
-        config["model"]["init_args"]["advantage"] = part
+        part = _part(name, since=since, until=until)
+        config["model"]["init_args"] |= {"advantage": part, "update": update}
         return config
 
     return make
 
 
-def _spike(seed: int, since: int, until: int, factor: float) -> Callable[[Path], Config]:
+def _spike(seed: int, since: int, until: int, factor: float) -> Make:
     def make(folder: Path) -> Config:
         config = config_of(folder, seed)
         part = _part("Spike", since=since, until=until, factor=factor)
@@ -55,7 +59,7 @@ def _spike(seed: int, since: int, until: int, factor: float) -> Callable[[Path],
     return make
 
 
-def _set(name: str, seed: int, since: int, until: int) -> Callable[[Path], Config]:
+def _set(name: str, seed: int, since: int, until: int) -> Make:
     def make(folder: Path) -> Config:
         right = "recipes.sort_digits.reward.exact_match"
         sets = [
@@ -73,7 +77,7 @@ def _set(name: str, seed: int, since: int, until: int) -> Callable[[Path], Confi
     return make
 
 
-def _sound(seed: int, lr: float, limit: int = 400) -> Callable[[Path], Config]:
+def _sound(seed: int, lr: float, limit: int = 400) -> Make:
     def make(folder: Path) -> Config:
         config = config_of(folder, seed)
         config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = lr
@@ -83,7 +87,7 @@ def _sound(seed: int, lr: float, limit: int = 400) -> Callable[[Path], Config]:
     return make
 
 
-def _stale(seed: int, since: int, until: int) -> Callable[[Path], Config]:
+def _stale(seed: int, since: int, until: int) -> Make:
     def make(folder: Path) -> Config:
         config = config_of(folder, seed)
         sync, _, evaluate, _ = config["trainer"]["callbacks"]
@@ -94,7 +98,19 @@ def _stale(seed: int, since: int, until: int) -> Callable[[Path], Config]:
     return make
 
 
-def _outlier(seed: int, iteration: int) -> Callable[[Path], Config]:
+def _gap(seed: int, since: int, until: int) -> Make:
+    def make(folder: Path) -> Config:
+        config = config_of(folder, seed)
+        engine = _part("ForgetsPushes", since=since, until=until, device="cpu")
+        config["data"]["init_args"]["engine"] = engine
+        sync, *_ = config["trainer"]["callbacks"]
+        sync["init_args"] = {"digests": False, "probe_prompts": 0}  # which would have told it
+        return config
+
+    return make
+
+
+def _outlier(seed: int, iteration: int) -> Make:
     def make(folder: Path) -> Config:
         config = _reward("OneOutlier", seed, iteration, iteration)(folder)
         part = {"class_path": "GRPO", "init_args": {"normalize_std": False}}
@@ -102,6 +118,11 @@ def _outlier(seed: int, iteration: int) -> Callable[[Path], Config]:
         return config
 
     return make
+
+
+def enlarged(seen: Seen) -> bool:
+    """Tell a rollout whose advantage is far larger than a normalised one."""
+    return abs(seen.advantage) > 20
 
 
 PAID = (Cause.PATTERN,)
@@ -128,14 +149,22 @@ CASES = [
     Case("inverted-13", _reward("Inverted", 12, 13, 18), 13, ANSWERS),
     Case("set-10", _set("Inverted", 13, 10, 16), 10, OF_SET),
     Case("set-12", _set("Inverted", 14, 12, 18), 12, OF_SET),
-    Case("shifted-9", _advantage(15, 9, 13), 9, SHIFTED),
-    Case("shifted-12", _advantage(16, 12, 16), 12, SHIFTED),
+    Case("shifted-9", _advantage("ShiftedAdvantages", 15, 9, 13), 9, SHIFTED),
+    Case("shifted-12", _advantage("ShiftedAdvantages", 16, 12, 16), 12, SHIFTED),
     Case("rate-10", _spike(17, 10, 10, 30.0), 10, FASTER),
     Case("rate-13", _spike(18, 13, 14, 20.0), 13, FASTER),
     Case("rate-15", _spike(19, 15, 15, 50.0), 15, FASTER),
     Case("outlier-12", _outlier(20, 12), 12, OUTLYING),
     Case("outlier-9", _outlier(26, 9), 9, OUTLYING),
     Case("stale-8", _stale(27, 8, 13), 9, OLD, (7, 14)),
+    Case("gap-8", _gap(28, 8, 13), 9, OLD, (7, 14)),
+    Case(
+        "group-14",
+        _advantage("OneGroupReversed", 29, 14, 14, max_grad_norm=None),
+        14,
+        window=(12, 18),
+        at_fault=enlarged,
+    ),
     Case("sound-1", _sound(21, 2e-3)),
     Case("sound-2", _sound(22, 1e-3, 60)),
     Case("sound-3", _sound(23, 1e-3, 100)),

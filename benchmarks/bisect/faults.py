@@ -1,15 +1,18 @@
 """Parts with a planted fault: each is sound, except in iterations ``since`` to ``until``."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.data.batch import token_rows
+from lightning_rl.engines import TransformersEngine
 from lightning_rl.rewards.log import TrainerState
 from lightning_rl.sync.schedule import SyncSchedule, SyncState
 
@@ -113,6 +116,36 @@ class ShiftedAdvantages(GRPO):
             shifted = tokens["advantages"][last].roll(self.group_size + 1)
             tokens["advantages"] = shifted[row] * tokens["loss_mask"]
         return batch
+
+
+@dataclass(frozen=True)
+class OneGroupReversed(GRPO):
+    """Multiplies the advantages of the group in one place by -100."""
+
+    since: int = 0
+    until: int = 0
+    place: int = 14
+
+    def __call__(self, rollouts: TensorDict) -> TensorDict:
+        batch = super().__call__(rollouts)
+        tokens, group = batch["tokens"], batch["rollouts", "group"][token_rows(batch)]
+        if self.since <= int(tokens["versions"].max()) + 1 <= self.until:
+            tokens["advantages"] *= torch.where(group == self.place, -100.0, 1.0)
+        return batch
+
+
+class ForgetsPushes(TransformersEngine):
+    """Keeps its weights at some pushes, and stamps what it writes with the new version."""
+
+    def __init__(self, since: int, until: int, device: str) -> None:
+        super().__init__(device=device)
+        self.since, self.until = since, until
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if self.version > 0 and self.since <= version <= self.until:
+            self.version = version
+        else:
+            super().load_weights(weights, version)
 
 
 class Spike(LambdaLR):

@@ -263,6 +263,22 @@ def test_two_processes_rerun_what_two_trained(together, tiny_model):
     assert said[-2].endswith("iteration_4.ckpt  weights and optimizer: equal")
     assert said[-1] == "equal"
     assert second["iteration"][1] == ""  # the other has only helped
+    said = first["without"][1].splitlines()
+    assert said[1:4] == [
+        "without the change all of them are equal to the record, bit for bit",
+        "iteration 4: 3 rollouts left out",
+        "up to iteration 3 nothing is changed: all is equal",
+    ]
+    assert said[-2].startswith("held-out accuracy of version 4, unchanged → changed: ")
+    assert second["without"][:2] == (first["without"][0], "")
+    # The second rank's groups are 1 and 3; both say so, and neither waits for the other.
+    words = "without 4/1, 4/3: leaves too few groups of iteration 4, 2 + 0 on 2 ranks"
+    assert first["too much"][0] == second["too much"][0] == 2
+    assert words in first["too much"][2]
+    said = first["bisect"][1].splitlines()
+    assert said[0].startswith(("nothing found: eval/accuracy", "eval/accuracy drops with"))
+    assert said[1].startswith("versions 2 → 4: ")
+    assert second["bisect"][:2] == (first["bisect"][0], "")
     assert (first["audit"][0], second["audit"][0]) == (0, 0), first["audit"][1]
     said = first["audit"][1].splitlines()
     assert [line.endswith("bit for bit") for line in said[3:5]] == [True] * 2

@@ -161,6 +161,20 @@ def test_a_model_that_changed_since_is_found(run, tiny_model, tmp_path):
     assert any(line.endswith(said) for line in rerun.lines())
 
 
+def test_iterations_after_a_change_of_configuration_are_trained_again(place, tiny_model):
+    """The run went on from version 2 with another learning rate, as it was permitted to."""
+    lr, epoch = "model.optimizer.lr", "--data.iterations_per_epoch=2"
+    train(place, tiny_model, epoch)
+    changed = [f"--{lr}=0.02", "--trainer.max_epochs=2"]
+    resumed = ["--ckpt_path=last", f"--allow_changes=[{lr}]"]
+    run = RecordedRun(train(place, tiny_model, epoch, *changed, *resumed))
+    assert rerun_iteration(run, 3).equal
+    assert rerun_iteration(run, 2, since=0).equal
+    [(version, changes)] = run.changes(1, 4).items()
+    assert (version, list(map(str, changes))) == (2, [f"{lr}: 0.01 then, 0.02 now"])
+    assert run.changes(1, 2) == run.changes(3, 4) == {}
+
+
 def test_how_far_it_goes_back_and_what_that_took_is_said_first(run, capsys):
     rows = [
         {"iteration": n, "time/train": seconds} for n, seconds in ((1, 1.5), (2, 2.0), (3, 9.0))

@@ -137,6 +137,9 @@ def test_what_is_not_there_is_said(run):
         what_if(run, RerunChange(("3/7",)), to=4)
     with pytest.raises(DataError, match="the run kept versions 0, 2, 4"):
         what_if(run, RerunChange(("4/1",)), to=4, since=1)
+    words = r"4/0, 4/1: leaves too few groups of iteration 4, 1 on 1 ranks: .* 2 or more for its m"
+    with pytest.raises(ConfigError, match=words):
+        what_if(run, RerunChange(("4/0", "4/1")), to=4)
     with pytest.raises(DataError, match="results of iteration 9"):
         what_if(run, RerunChange(("4/1",)), to=9)
 

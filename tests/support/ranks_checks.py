@@ -96,13 +96,16 @@ def guarded(model: str, *, where: Path) -> dict[str, Any]:
 
 
 def rerun(model: str, *, where: Path) -> dict[str, Any]:
-    """Run by the command line, do an iteration again by as many processes, pack and audit it."""
+    """Run by the command line; by as many processes, do an iteration again, also with a change,
+    pack it, bisect the run, and audit it.
+    """
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     config = where / f"config_{rank}.yaml"
     config.write_text(yaml.safe_dump(_config(model, where, file)))
     run, step = str(where / "lightning_logs" / "version_0"), str(where / "step.zip")
+    page = where / "bisect.html"
     fitted = command("fit", "--config", str(config))
     packed = command("pack", run, "--iteration", "4", "--out", step)
     torch.distributed.barrier()  # until it is written
@@ -113,6 +116,9 @@ def rerun(model: str, *, where: Path) -> dict[str, Any]:
         "pack": packed,
         "unpack": command("unpack", step, "--run", "--out", str(where / "unpacked")),
         "iteration": command("rerun", run, "--iteration", "4", "--since", "0"),
+        "without": command("rerun", run, "--to", "4", "--without", "4/1", "--evaluate"),
+        "too much": command("rerun", run, "--to", "4", "--without", "4/1", "--without", "4/3"),
+        "bisect": command("bisect", run, "--good", "2", "--bad", "4", "--page", str(page)),
         "audit": command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1"),
     }
 
@@ -143,7 +149,7 @@ def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
             "rewards": ["tests.support.ranks_run.share_of_even_digits"],
             "engine": {"class_path": "TransformersEngine"},
             "sampling": {"max_tokens": 6}, "group_size": 3, "groups_per_iteration": 4,
-            "iterations_per_epoch": 4,
+            "iterations_per_epoch": 4, "evaluation": {"prompts": str(prompts)},
         }},
         "trainer": {
             "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1,
@@ -151,6 +157,7 @@ def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
             "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(where)}},
             "callbacks": [
                 {"class_path": "WeightSync"},
+                {"class_path": "Evaluate", "init_args": {"every_n_iterations": 2}},
                 {"class_path": "IterationCheckpoint", "init_args": {"every_n_iterations": 2}},
             ],
         },

@@ -49,13 +49,16 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     """Bisect a run, print the result, write its page, and return the exit status."""
     options = parse_arguments(arguments)
+    from lightning.pytorch.utilities import rank_zero_only
+
     trust = CommandParser.trust_in(options)
     window = None if options.good is None else (options.good, options.bad)
     verdict = bisect(
         options.run, options.metric, window, options.seconds, options.page, options=trust
     )
-    print(printable("\n".join(verdict.lines())))
-    print(f"page: {options.page}")
+    say = rank_zero_only(print)  # the other ranks only help to train and to evaluate
+    say(printable("\n".join(verdict.lines())))
+    say(f"page: {options.page}")
     return 0 if verdict.iteration is None else 1
 
 
@@ -82,14 +85,17 @@ def bisect(
         DataError: if the run kept too little.
         EngineError: if the engine fails.
     """
+    from lightning.pytorch.utilities import rank_zero_only
+
     from lightning_rl.cli.bisect.curve import Window, cost_of, curve_of, largest_drop
     from lightning_rl.cli.bisect.page import page_of
     from lightning_rl.cli.bisect.search import Bisection, Search, told_apart
-    from lightning_rl.cli.bisect.trials import SCORES, Trials, require_one_process
+    from lightning_rl.cli.bisect.trials import SCORES, Trials
     from lightning_rl.cli.rerun.run import RecordedRun
     from lightning_rl.run.files.rundir import require_free
     from lightning_rl.run.known_warnings import without_info
 
+    @rank_zero_only
     def say(line: str) -> None:
         print(printable(line), file=sys.stderr, flush=True)
 
@@ -104,11 +110,10 @@ def bisect(
     elif metric not in SCORES:
         verdict = told_apart(curve, chosen, metric)
     else:
-        require_one_process(run)
         say(cost_of(chosen, rows, seconds))
         trials = Trials(run, SCORES[metric], seconds)
         with without_info():
             verdict = Search(trials, rows, say).run(metric, curve, chosen, outcomes)
     if page is not None:
-        page.write_text(page_of(verdict, run.path.name), encoding="utf-8")
+        rank_zero_only(page.write_text)(page_of(verdict, run.path.name), encoding="utf-8")
     return verdict

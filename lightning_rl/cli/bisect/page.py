@@ -2,13 +2,12 @@
 
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
 from lightning_rl.cli.bisect.search import Bisection
 from lightning_rl.cli.rerun.retraining import Seen
+from lightning_rl.cli.still import still_page
 from lightning_rl.rollout import as_text
 
-_STYLE = Path(__file__).parents[1] / "view" / "page.css"
 _WIDTH, _HEIGHT, _EDGE = 760, 220, 34
 SHOWN = 40
 """Rollouts on the page at most, those with the largest absolute advantages."""
@@ -16,14 +15,11 @@ SHOWN = 40
 
 def page_of(verdict: Bisection, name: str) -> str:
     """Return the page of a bisection of the run of this name."""
-    return _PAGE.format(
-        name=escape(name),
-        style=_STYLE.read_text(encoding="utf-8"),
-        headline=escape(verdict.headline),
-        curve=curve_of(verdict),
-        lines="".join(f"<li>{escape(line)}</li>" for line in list(verdict.lines())[1:]),
-        rollouts=_table(verdict) if verdict.suspects else "",
-    )
+    lines = "".join(f"<li>{escape(line)}</li>" for line in list(verdict.lines())[1:])
+    note = "the recorded curve; dashed: the iteration; green: without the cause"
+    chart = f"<div class='card chart'>{curve_of(verdict)}<p class='soft'>{note}</p></div>"
+    rollouts = _table(verdict) if verdict.suspects else ""
+    return still_page("bisect", name, verdict.headline, f"{chart}<ul>{lines}</ul>{rollouts}")
 
 
 def curve_of(verdict: Bisection) -> str:
@@ -83,15 +79,3 @@ def _cells(seen: Seen, whole: float) -> Iterator[str]:
         yield f"<td class='mono'>{escape(as_text(content))}</td>"
     for cell in (f"{seen.reward:g}", parts, f"{seen.advantage:+.3g}", f"{seen.mass / whole:.1%}"):
         yield f"<td>{escape(cell)}</td>"
-
-
-_PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>Bisection of {name}</title><style>
-{style}</style></head><body><header><h1>lightning-rl <span>bisect {name}</span></h1></header>
-<main><h2>{headline}</h2><div class="card chart">{curve}
-<p class="soft">the recorded curve; dashed: the iteration; green: without the cause</p></div>
-<ul>{lines}</ul>{rollouts}</main></body></html>
-"""

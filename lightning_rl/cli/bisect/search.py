@@ -2,20 +2,24 @@
 gives.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
+from lightning.pytorch import Callback
+
 from lightning_rl.cli.bisect.curve import Curve, Window, beyond_noise, stands_out
 from lightning_rl.cli.bisect.signatures import suspicions
-from lightning_rl.cli.bisect.suspicion import CALM, LOOK_BACK, Batches, Cause, Suspicion
+from lightning_rl.cli.bisect.suspicion import CALM, LOOK_BACK, Batches, Suspicion
 from lightning_rl.cli.bisect.trials import BudgetSpentError, RateCap, Trials
 from lightning_rl.cli.rerun.change import RerunChange
 from lightning_rl.cli.rerun.retraining import Seen
 from lightning_rl.cli.rerun.what_if import difference, rollouts_of
 from lightning_rl.collect.estimates import Comparison
 from lightning_rl.data.rollouts.log import Outcome
+from lightning_rl.errors import ConfigError
 
 PAIRED, UNPAIRED = 2.0, 4.0
 """Least drop that is looked for, in spreads of a curve's earlier steps: where it is also compared
@@ -83,6 +87,7 @@ class Search:
         self, trials: Trials, rows: Mapping[int, Mapping[str, float]], say: Callable[[str], None]
     ) -> None:
         self.trials, self.rows, self.say = trials, rows, say
+        self.batches: Batches = {}
 
     def run(
         self, metric: str, curve: Curve, window: Window, outcomes: dict[int, Outcome]
@@ -108,21 +113,26 @@ class Search:
         if window.pairs > 1 and not stands_out(verdict.curve, window, PAIRED):
             verdict.notes.append("the drop is not larger than the usual steps of this curve")
             return
-        step = verdict.iteration = self._step(verdict, good, bad)
+        verdict.iteration = self._step(verdict, good, bad)
         first = max(1, good - LOOK_BACK - CALM)
         self.say(f"iterations {first} to {bad}: looking for what is other than before")
-        batches, plain = self.trials.batches(first, bad)
+        plain = self.trials.batches(first, bad)
         different = difference(outcomes, plain, range(first, bad + 1))
         if different is not None:
             verdict.notes.append(
                 f"the record is not reproduced here ({different}); reruns are compared with each "
                 "other, on this machine"
             )
+        verdict.notes += [
+            f"from iteration {v + 1} on the run was configured otherwise: {'; '.join(map(str, c))}"
+            for v, c in self.trials.run.changes(first, bad).items()
+        ]
+        self.batches = {v: seen for v, seen in plain.seen.items() if v >= first}
         begin = max(first + CALM, good - LOOK_BACK)
-        for one in suspicions(batches, self.rows, begin):
-            if self._is_cause(verdict, one, window, batches):
+        for one in suspicions(self.batches, self.rows, begin):
+            if self._is_cause(verdict, one, window):
                 return
-        self._halve(verdict, step, batches)
+        self._halve(verdict, window)
 
     def _compared(self, before: int, after: int) -> Comparison:
         return Comparison.of(self.trials.recorded(before), self.trials.recorded(after))
@@ -139,41 +149,37 @@ class Search:
             good, bad = (middle, bad) if value > fmean(ends) else (good, middle)
         return bad
 
-    def _is_cause(
-        self, verdict: Bisection, one: Suspicion, window: Window, batches: Batches
-    ) -> bool:
+    def _is_cause(self, verdict: Bisection, one: Suspicion, window: Window) -> bool:
         """Train again without what is suspect, and tell whether the metric recovers.
 
         First as far as half of the drop, since later rollouts are those of a worse policy.
         """
         assert verdict.iteration is not None
+        told = f"{one.cause.value}, iterations {one.onset} to {one.last} ({one.text})"
         for version in dict.fromkeys((max(one.onset, verdict.iteration), window.bad)):
             self.say(f"{one.cause.value}: {one.text}; training again without, up to {version}")
             last = min(version, one.last)
-            suspects = [s for v in range(one.onset, last + 1) for s in batches.get(v, ())
+            suspects = [s for v in range(one.onset, last + 1) for s in self.batches.get(v, ())
                         if s.rollout.id in set(one.rollouts)]  # fmt: skip
-            found = self._without(one, version, suspects, batches)
+            cap = [] if one.cap is None else [RateCap(one.cap)]
+            try:
+                found = self._without(version, one.onset, suspects, cap)
+            except ConfigError as error:
+                verdict.notes.append(f"not tried: {told}: {error}")
+                return False
             if self._recovers(found, window.good, version):
-                verdict.iteration, verdict.suspicion = one.onset, one
-                self._name(verdict, version, found, suspects, batches)
+                verdict.suspicion = one
+                self._name(verdict, one.onset, version, found, suspects)
                 return True
-        verdict.notes.append(
-            f"not the cause: {one.cause.value}, iterations {one.onset} to {one.last} ({one.text}); "
-            f"without it: {found}"
-        )
+        verdict.notes.append(f"not the cause: {told}; without it: {found}")
         return False
 
     def _without(
-        self, one: Suspicion, version: int, suspects: Sequence[Seen], batches: Batches
+        self, version: int, first: int, suspects: Sequence[Seen], cap: Sequence[Callback] = ()
     ) -> Comparison:
-        if one.cause is Cause.RATE:
-            usual = max(
-                r["policy/lr"] for v, r in self.rows.items() if v < one.onset and "policy/lr" in r
-            )
-            scores = self.trials.changed(version, one.onset, RerunChange(), [RateCap(usual)])
-        else:
-            change = RerunChange(tuple(s.rollout.id for s in suspects))
-            scores = self.trials.changed(version, one.onset, change)
+        """Compare a version with what it is when trained again from ``first`` on without some."""
+        change = RerunChange(tuple(s.rollout.id for s in suspects))
+        scores = self.trials.changed(version, first, change, cap)
         return Comparison.of(self.trials.recorded(version), scores)
 
     def _recovers(self, found: Comparison, good: int, version: int) -> bool:
@@ -182,38 +188,43 @@ class Search:
         fell = before - fmean(self.trials.recorded(version).values())
         return found.difference > max(0.0, RECOVERED * fell) and beyond_noise(found)
 
-    def _halve(self, verdict: Bisection, step: int, batches: Batches) -> None:
-        """Look for few groups, then rollouts, of the iteration whose update did the harm."""
-        before = self._compared(step - 1, step)
-        if before.difference >= 0 or not beyond_noise(before) or step not in batches:
-            return
-        for of in (lambda s: s.rollout.group_id, lambda s: s.rollout.id):
-            units = list(dict.fromkeys(of(s) for s in verdict.suspects or batches[step]))
+    def _halve(self, verdict: Bisection, window: Window) -> None:
+        """Look for the iteration, then groups, then rollouts without which the metric recovers.
+
+        Halves have the larger absolute advantages first, which were the larger part of the update.
+        """
+        assert verdict.iteration is not None
+        step = verdict.iteration
+        left = [(v, s) for v in range(window.good + 1, step + 1) for s in self.batches.get(v, ())]
+        for of in (lambda v, _: v, lambda _, s: s.rollout.group_id, lambda _, s: s.rollout.id):
+            mass: defaultdict[int | str, float] = defaultdict(float)
+            for v, s in left:
+                mass[of(v, s)] += s.mass
+            units = sorted(mass, key=lambda unit: -mass[unit])
             while len(units) > 1:
                 half = (len(units) + 1) // 2
                 for part in (units[:half], units[half:]):
-                    self.say(f"iteration {step}: without {len(part)} of {len(units)} suspects")
-                    scores = self.trials.changed(step, step, RerunChange(tuple(part)))
-                    found = Comparison.of(self.trials.recorded(step), scores)
-                    if self._recovers(found, step - 1, step):
-                        units = part
-                        named = [s for s in batches[step] if of(s) in set(part)]
-                        self._name(verdict, step, found, named, batches)
+                    self.say(f"version {step}: without {len(part)} of {len(units)} suspects")
+                    tried = [(v, s) for v, s in left if of(v, s) in part]
+                    suspects, first = [s for _, s in tried], min(v for v, _ in tried)
+                    try:
+                        found = self._without(step, first, suspects)
+                    except ConfigError:  # it leaves too little for an update
+                        continue
+                    if self._recovers(found, window.good, step):
+                        units, left = part, tried
+                        self._name(verdict, first, step, found, suspects)
                         break
                 else:
                     return
 
     def _name(
-        self,
-        verdict: Bisection,
-        version: int,
-        found: Comparison,
-        suspects: list[Seen],
-        batches: Batches,
+        self, verdict: Bisection, first: int, version: int, found: Comparison, suspects: list[Seen]
     ) -> None:
+        verdict.iteration = first
         verdict.tried, verdict.recovered, verdict.suspects = version, found, suspects
         ids = {s.rollout.id for s in suspects}
-        updates = [own for own in batches.values() if ids & {s.rollout.id for s in own}]
+        updates = (own for own in self.batches.values() if ids & {s.rollout.id for s in own})
         whole = sum(s.mass for own in updates for s in own)
         verdict.mass = sum(s.mass for s in suspects) / (whole or 1.0)
 

@@ -4,7 +4,8 @@ A signature only suspects; whether it is the cause is tried by a rerun without i
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
@@ -38,15 +39,33 @@ def suspicions(
     ]
 
 
+def _rise(
+    cause: Cause,
+    values: Mapping[int, float],
+    bound: Callable[[list[float]], float],
+    text: str,
+    first: int,
+    batches: Batches,
+) -> Suspicion | None:
+    """Suspect all rollouts of iterations whose value exceeds a bound that those before them set.
+
+    ``text`` says so, of the highest value ``now`` and the highest ``before``.
+    """
+    found = span(values, bound, first)
+    if found is None:
+        return None
+    now = max(values[v] for v in range(found[0], found[1] + 1))
+    before = max(value for v, value in values.items() if v < found[0])
+    ids = named(batches, found, lambda _: True)
+    return Suspicion(cause, *found, text.format(now=now, before=before), ids)
+
+
 def rate(rows: Mapping[int, Mapping[str, float]], first: int, end: int) -> Suspicion | None:
     """Suspect a learning rate of more than twice the highest before."""
     rates = {v: row["policy/lr"] for v, row in rows.items() if "policy/lr" in row and v <= end}
-    found = span(rates, lambda before: 2 * max(before), first)
-    if found is None:
-        return None
-    usual = max(value for v, value in rates.items() if v < found[0])
-    text = f"the learning rate is {rates[found[0]]:.3g}, and was at most {usual:.3g} before"
-    return Suspicion(Cause.RATE, *found, text)
+    text = "the learning rate is up to {now:.3g}, and was at most {before:.3g} before"
+    found = _rise(Cause.RATE, rates, lambda before: 2 * max(before), text, first, {})
+    return found and replace(found, cap=max(r for v, r in rates.items() if v < found.onset))
 
 
 def credit(batches: Batches, first: int) -> Suspicion | None:
@@ -59,14 +78,10 @@ def credit(batches: Batches, first: int) -> Suspicion | None:
         return len(wrong) / max(1, len(spread))
 
     shares = {v: against(seen) for v, seen in batches.items()}
-    found = span(shares, lambda before: max(0.25, 2 * max(before)), first)
-    if found is None:
-        return None
-    text = (
-        f"{shares[found[0]]:.0%} of the advantages have another sign than reward minus the group's "
-        "mean"
+    text = "{now:.0%} of the advantages have another sign than reward minus the group's mean"
+    return _rise(
+        Cause.CREDIT, shares, lambda before: max(0.25, 2 * max(before)), text, first, batches
     )
-    return Suspicion(Cause.CREDIT, *found, text, named(batches, found, lambda _: True))
 
 
 def outlier(batches: Batches, first: int) -> Suspicion | None:
@@ -92,34 +107,43 @@ def outlier(batches: Batches, first: int) -> Suspicion | None:
 
 
 def out_of_range(batches: Batches, first: int) -> Suspicion | None:
-    """Suspect a part of the reward that leaves the range it had before by more than half of it."""
+    """Suspect a part of the reward that leaves the range it had before by more than half of it.
+
+    One that prompt sets of before had not at all was 0 for them.
+    """
     ranges: dict[str, tuple[float, float]] = {}
+    sets: set[str] = set()
     for calm, onset in enumerate(sorted(batches)):
-        for name in ranges if onset >= first and calm >= CALM else ():
-            outside = partial(_leaves, name, *ranges[name])
+        parts = {name for s in batches[onset] for name in s.rollout.reward_parts}
+        for name in sorted(parts) if onset >= first and calm >= CALM else ():
+            low, high = ranges.get(name, (0.0, 0.0))
+            outside = partial(_leaves, name, low, high, sets)
             strange = [s for s in batches[onset] if outside(s)]
             if strange:
                 last = onset
                 while any(map(outside, batches.get(last + 1, ()))):
                     last += 1
-                low, high = ranges[name]
+                before = f"was between {low:g} and {high:g}" if name in ranges else "was not there"
                 text = (
                     f"the reward {name} is {strange[0].rollout.reward_parts[name]:g} for "
-                    f"{len(strange)} rollouts, and was between {low:g} and {high:g} before"
+                    f"{len(strange)} rollouts, and {before} before"
                 )
                 ids = named(batches, (onset, last), outside)
                 return Suspicion(Cause.RANGE, onset, last, text, ids)
-        for name in {name for s in batches[onset] for name in s.rollout.reward_parts}:
+        for name in parts:
             values = [s.rollout.reward_parts.get(name) for s in batches[onset]]
             known = [value for value in values if value is not None] + [*ranges.get(name, ())]
             if known:
                 ranges[name] = min(known), max(known)
+        sets |= {s.rollout.prompt.set for s in batches[onset]}
     return None
 
 
-def _leaves(name: str, low: float, high: float, seen: Seen) -> bool:
+def _leaves(name: str, low: float, high: float, sets: set[str], seen: Seen) -> bool:
     value, room = seen.rollout.reward_parts.get(name), max(high - low, 1e-9) / 2
-    return value is not None and not low - room <= value <= high + room
+    if value is None or seen.rollout.prompt.set not in sets:
+        return False
+    return not low - room <= value <= high + room
 
 
 def new_set(batches: Batches, first: int) -> Suspicion | None:
@@ -175,26 +199,16 @@ def stale(batches: Batches, first: int) -> Suspicion | None:
         return iteration - 1 - min(seen.rollout.written_versions() or [iteration - 1])
 
     lags = {v: fmean(lag(s, v) for s in seen) for v, seen in batches.items() if seen}
-    found = span(lags, lambda before: max(before) + 0.5, first)
-    if found is None:
-        return None
-    usual = max(value for v, value in lags.items() if v < found[0])
-    oldest = max(lags[v] for v in range(found[0], found[1] + 1))
-    text = f"the rollouts' weights are up to {oldest:.3g} versions old, and were {usual:.3g} before"
-    return Suspicion(Cause.STALE, *found, text, named(batches, found, lambda _: True))
+    text = "the rollouts' weights are up to {now:.3g} versions old, and were {before:.3g} before"
+    return _rise(Cause.STALE, lags, lambda before: max(before) + 0.5, text, first, batches)
 
 
 def gap(batches: Batches, first: int) -> Suspicion | None:
     """Suspect rollouts whose probability is another to the trainer than to the engine."""
     gaps = {v: fmean(s.gap for s in seen) for v, seen in batches.items() if seen}
-    found = span(gaps, lambda before: max(0.01, 5 * max(before)), first)
-    if found is None:
-        return None
-    text = (
-        f"engine and trainer differ by {gaps[found[0]]:.2g} nats per token, although the tokens "
-        "are stamped with the same version"
-    )
-    return Suspicion(Cause.GAP, *found, text, named(batches, found, lambda _: True))
+    text = "engine and trainer differ by {now:.2g} nats per token, although the tokens are stamped "
+    text += "with the same version"
+    return _rise(Cause.GAP, gaps, lambda before: max(0.01, 5 * max(before)), text, first, batches)
 
 
 def _groups(seen: Iterable[Seen]) -> Iterator[list[Seen]]:

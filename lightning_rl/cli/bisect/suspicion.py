@@ -36,7 +36,8 @@ Batches = Mapping[int, Sequence[Seen]]
 class Suspicion:
     """A cause that may have begun with iteration ``onset``; the last that shows it is ``last``.
 
-    ``rollouts`` are the ids of those that show it; for a learning rate, none.
+    ``rollouts`` are the ids of those that show it; for a learning rate there are none, but ``cap``
+    is the highest before.
     """
 
     cause: Cause
@@ -44,6 +45,7 @@ class Suspicion:
     last: int
     text: str
     rollouts: tuple[str, ...] = ()
+    cap: float | None = None
 
 
 def span(

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from tensordict import TensorDict
 from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
-from lightning_rl.cli.rerun.retraining import Retrained, Seen, retrain
+from lightning_rl.cli.rerun.retraining import Retrained, retrain
 from lightning_rl.cli.rerun.run import RecordedRun
-from lightning_rl.errors import DataError
+from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.run.processes.dist import any_rank, from_rank_zero
 
 SCORES = {"eval/accuracy": "accuracy", "eval/reward_mean": "reward"}
 """Metrics that an evaluation gives by prompt, and the names of these scores."""
@@ -58,14 +59,28 @@ class Trials:
         """Return the same of a version that was made with a change from iteration ``first`` on.
 
         Updates for which nothing with an advantage is left are not made.
+
+        Raises:
+            ConfigError: if it leaves too little, or the run was configured otherwise on the way.
         """
+        for since in self._of_update(first, version):
+            raise ConfigError(f"the run was configured otherwise after iteration {since}")
         return self._scores(version, first - 1, change, [SkipIdle(), *observers])
 
-    def batches(self, first: int, last: int) -> tuple[dict[int, list[Seen]], Retrained]:
-        """Return what the iterations were trained on, as the updates see it when made again."""
+    def batches(self, first: int, last: int) -> Retrained:
+        """Train iterations again, each with its own configuration, for what their updates see."""
         self._require_time()
-        made = retrain(self.run, last, first - 1)
-        return {v: seen for v, seen in made.seen.items() if v >= first}, made
+        begins = [first - 1, *self._of_update(first, last)]
+        ends = [*begins[1:], last]
+        parts = [retrain(self.run, end, begin) for begin, end in zip(begins, ends, strict=True)]
+        outcomes = {v: made for part in parts for v, made in part.outcomes.items()}
+        seen = {v: own for part in parts for v, own in part.seen.items()}
+        return replace(parts[-1], outcomes=outcomes, seen=seen)
+
+    def _of_update(self, first: int, last: int) -> list[int]:
+        """Return the versions after which iterations were configured to learn otherwise."""
+        found = self.run.changes(first, last).items()
+        return [v for v, changes in found if any(not c.key.startswith("data") for c in changes)]
 
     def _scores(
         self, version: int, latest: int, change: RerunChange, observers: Sequence[Callback] = ()
@@ -81,7 +96,7 @@ class Trials:
         return made.scores[self.score]
 
     def _require_time(self) -> None:
-        if self.spent > self.seconds:
+        if from_rank_zero(self.spent) > self.seconds:  # or ranks would wait for each other
             raise BudgetSpentError(
                 f"the budget of {self.seconds:.0f} s is spent, after {self.count} evaluations; "
                 "raise --budget, or narrow the search by --good and --bad"
@@ -95,7 +110,7 @@ class SkipIdle(RLCallback):
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict
     ) -> Decision:
         tokens = batch["tokens"]
-        idle = not bool(tokens["advantages"][tokens["loss_mask"]].any())
+        idle = not any_rank(bool(tokens["advantages"][tokens["loss_mask"]].any()))
         if idle:
             self.module_of(trainer.lightning_module).record({"policy/skipped_share": 1.0})
         return Decision(skip=idle)
@@ -114,17 +129,3 @@ class RateCap(RLCallback):
     def _bound(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             group["lr"] = min(group["lr"], self.highest)
-
-
-def require_one_process(run: RecordedRun) -> None:
-    """Check that a run was trained by one process, as this one trains its iterations again.
-
-    Raises:
-        DataError: if several did.
-    """
-    ranks = max((made.ranks for made in run.log.outcomes().values()), default=1)
-    if ranks > 1:
-        raise DataError(
-            f"{run.path} was trained by {ranks} processes, and bisect works in one; ask single "
-            "questions by `lightning-rl rerun --to`, started as the run was"
-        )

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_rl.cli.still import still_page
+
 
 class Kind(Enum):
     """The groups of a verdict, in its order."""
@@ -64,15 +66,13 @@ class RunVerdict:
     def page(self) -> str:
         """Return the verdict as an HTML page without scripts."""
         sections = "".join(
-            f'<section class="{kind.name.lower()}"><h2>{kind.value}</h2><ul>'
+            f'<section class="card {kind.name.lower()}"><h3>{kind.value}</h3><ul>'
             + "".join(f"<li>{_item(finding)}</li>" for finding in found)
             + "</ul></section>"
             for kind in Kind
             if (found := self.of(kind))
         )
-        return _PAGE.format(
-            name=html.escape(self.name), headline=self.headline, status=self.status, body=sections
-        )
+        return still_page("rehearse", self.name, self.headline, _STYLE + sections)
 
 
 def _item(finding: RunFinding) -> str:
@@ -80,17 +80,8 @@ def _item(finding: RunFinding) -> str:
     return key + html.escape(finding.text)
 
 
-_PAGE = """\
-<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Rehearsal of {name}</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 52rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1c2733; background: #fff }}
-h1 {{ font-size: 1.4rem; margin-bottom: 0 }} p {{ margin: .2rem 0 1.5rem; font-size: 1.1rem }}
-.s0 {{ color: #2b7a3d }} .s1 {{ color: #a05a00 }} .s2 {{ color: #b3261e }}
-section {{ border-left: 4px solid #bbb; padding: .1rem 1rem; margin: 1rem 0 }}
-.fails {{ border-color: #b3261e }} .wastes {{ border-color: #d98200 }}
-.tried {{ border-color: #2b7a3d }} h2 {{ font-size: 1rem; margin: .3rem 0 }}
-code {{ background: #eef1f4; padding: 0 .3em; border-radius: 3px; font-size: .9em }}
-</style></head><body><h1>Rehearsal of {name}</h1><p class="s{status}">{headline}</p>{body}
-</body></html>
+_STYLE = """\
+<style>.card { padding: 2px 16px; margin: 12px 0; border-left: 4px solid var(--soft) }
+.fails { border-left-color: var(--bad) } .wastes { border-left-color: rgb(var(--hue-orange)) }
+.tried { border-left-color: var(--good) }</style>
 """

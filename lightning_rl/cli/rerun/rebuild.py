@@ -21,7 +21,7 @@ from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.rollouts.log import Outcome
-from lightning_rl.errors import DataError
+from lightning_rl.errors import ConfigError, DataError
 from lightning_rl.learn.policies import RolloutModule
 from lightning_rl.module import PolicyModule
 from lightning_rl.rollout import Rollout
@@ -297,13 +297,16 @@ class _RecordedBatches(LightningDataModule):
         if self.change == UNCHANGED:
             return rollouts
         rollouts = self.change.apply(rollouts, self.made.datamodule)
-        left = any(rollout.graded for rollout in rollouts)
-        self.skipped = not dist.any_rank(left)
-        if left:
-            return rollouts
-        if not self.skipped:
-            raise DataError(
-                f"{self.change}: leaves nothing of iteration {iteration} to rank {dist.rank()}, "
-                "which trains together with others; leave out fewer"
+        groups = dist.gather(len({r.group_id for r in rollouts if r.graded}))
+        self.skipped = not any(groups)
+        if self.skipped:
+            return self.run.log.rollouts(iteration, dist.rank())  # for a batch, not trained on
+        least = max(policy.update.minibatches for policy in self.made.module.policies.values())
+        if 0 in groups or sum(groups) < least:
+            raise ConfigError(
+                f"{self.change}: leaves too few groups of iteration {iteration}, "
+                f"{' + '.join(map(str, groups))} on {len(groups)} ranks: its update takes one or "
+                f"more on each, and {least} or more for its minibatches; leave out fewer rollouts, "
+                f"or the whole iteration (--without {iteration})"
             )
-        return self.run.log.rollouts(iteration, dist.rank())  # for a batch, which is not trained on
+        return rollouts

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import yaml  # type: ignore[import-untyped]
 
-from lightning_rl.config.layers import config_files
+from lightning_rl.config.layers import Change, config_files, differences, flatten
 from lightning_rl.data.rollouts.files import recorded_files
 from lightning_rl.data.rollouts.log import FILE, Outcome, RerunLog
 from lightning_rl.errors import DataError
 from lightning_rl.rollout import Rollout
 from lightning_rl.run.files.checkpoint_io import about, require_good
 from lightning_rl.run.files.metrics import MetricsLog, read_rows
-from lightning_rl.run.files.resume import run_day_of
+from lightning_rl.run.files.resume import kind_of, run_day_of
 
 
 def config_in(file: Path) -> dict[str, Any]:
@@ -104,6 +104,19 @@ class RecordedRun:
         """Return True if the run may have gone on from these weights with other settings."""
         here = kept.path is None or kept.path.is_relative_to(self.path)
         return not here or kept.version in config_files(self.path).keys() - {0}
+
+    def changes(self, first: int, last: int) -> dict[int, list[Change]]:
+        """Return what was configured to learn otherwise within iterations ``first`` to ``last``, by
+        the version after which it was.
+        """
+        files = config_files(self.path)
+        tables = {since: flatten(config_in(files[since])) for since in sorted(files)}
+        found = {}
+        for (_, then), (since, now) in pairwise(tables.items()):
+            changes = [c for c in differences(then, now) if kind_of(c, then, now) == "alters"]
+            if changes and first <= since < last:
+                found[since] = changes
+        return found
 
     @property
     def day(self) -> str | None:

@@ -148,6 +148,24 @@ def test_a_judge_that_misreads_its_scale(batches):
     assert (found.cause, found.onset, len(found.rollouts)) == (Cause.RANGE, 5, 16)
 
 
+def test_a_new_part_of_the_reward(batches):
+    """For prompts that had others before; those of a new set bring their own."""
+
+    def rewarded(s: Seen) -> Seen:
+        more = {"format": 3.0 * ("no" in s.rollout.completion)}
+        return replace(s, rollout=replace(s.rollout, reward_parts=s.rollout.reward_parts | more))
+
+    def moved(s: Seen) -> Seen:
+        return replace(s, rollout=replace(s.rollout, prompt=replace(s.rollout.prompt, set="new")))
+
+    more = change(batches, 5, rewarded)
+    found = out_of_range(more, 1)
+    assert (found.cause, found.onset, found.last) == (Cause.RANGE, 5, 6)
+    assert found.text == "the reward format is 3 for 8 rollouts, and was not there before"
+    assert out_of_range({v: list(map(moved, own)) if v == 5 else own for v, own in more.items()
+                         if v < 6}, 1) is None  # fmt: skip
+
+
 def test_a_pattern_that_is_paid(batches):
     paid = change(batches, 5, lambda s: graded(s, float("no" in s.rollout.completion)))
     found = pattern(paid, 1)

@@ -278,4 +278,4 @@ def test_the_worst_finding_is_the_status(kinds, status):
     text, page = "\n".join(verdict.lines()), verdict.page()
     for kind in kinds:
         assert f"{kind.value}:\n  - data.rewards: <b> is wrong" in text
-        assert f"<h2>{kind.value}</h2><ul><li><code>data.rewards</code> &lt;b&gt; is" in page
+        assert f"<h3>{kind.value}</h3><ul><li><code>data.rewards</code> &lt;b&gt; is" in page
