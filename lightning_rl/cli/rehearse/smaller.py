@@ -248,9 +248,9 @@ class Smaller:
         local = "VLLMLocal" if find_spec("vllm") else "TransformersEngine"
         kept = {name: given[name] for name in _KEPT_OF_ENGINE if given.get(name) is not None}
         if self._serves:
-            local, kept["replicas"] = name, min(2, given.get("replicas") or 1)
+            local = name
             if given.get("urls"):
-                self._untried("data.engine.urls", "servers of this machine write in their place")
+                self._untried("data.engine.urls", "a server of this machine writes in their place")
         if name not in ("", local):
             self._untried("data.engine", f"{local} writes in place of {name}")
         if local == "TransformersEngine":

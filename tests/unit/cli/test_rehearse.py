@@ -185,7 +185,7 @@ def test_servers_get_weights_as_in_the_run(name, given, used, big_model, tmp_pat
     tree["trainer"]["callbacks"] = [sync]
     small = Smaller(tree, tmp_path, notes.append).make()
     engine = small["data"]["init_args"]["engine"]
-    assert engine == {"class_path": "VLLMServer", "init_args": {"max_model_len": 64, "replicas": 2}}
+    assert engine == {"class_path": "VLLMServer", "init_args": {"max_model_len": 64}}
     made = small["trainer"]["callbacks"][0]["init_args"]["transport"]
     if used is None:
         assert made is None
