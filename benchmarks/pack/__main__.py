@@ -110,7 +110,8 @@ FAULTS = [
     Fault(
         "a damaged layer",
         [
-            "--trainer.callbacks=[{class_path: WeightSync, init_args: {probe_prompts: 0}}, "
+            "--trainer.callbacks=[{class_path: WeightSync, init_args: {probe_prompts: 0, "
+            "schedule: {class_path: FixedSchedule, init_args: {every_n_iterations: 9}}}}, "
             "{class_path: IterationCheckpoint, init_args: {every_n_iterations: 2}}, "
             f"{PARTS}.Damage]"
         ],

@@ -45,7 +45,10 @@ class LogReward(Advantage):
 
 
 class Damage(RLCallback):
-    """Makes the product of a layer's queries and keys overflow from the second iteration on."""
+    """Makes the product of a layer's queries and keys overflow from the second iteration on.
+
+    The engine has to keep its first weights: its logprobs would be NaN, which fails a rollout.
+    """
 
     @torch.no_grad()
     def on_collect_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
