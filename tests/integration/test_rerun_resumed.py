@@ -80,7 +80,7 @@ def test_rollouts_are_generated_with_the_weights_of_any_version(rotated):
 
 
 def test_a_bisection_trains_again_across_the_change(rotated):
-    _, made = Trials(RecordedRun(rotated), "accuracy", 600.0).batches(4, 6)
+    made = Trials(RecordedRun(rotated), "accuracy", 600.0).batches(4, 6)
     recorded = RecordedRun(rotated).log.outcomes()
     assert [made.outcomes[v].weights == recorded[v].weights for v in (4, 5, 6)] == [True] * 3
 

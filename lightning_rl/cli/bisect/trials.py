@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
 from lightning_rl.cli.rerun.retraining import Retrained, retrain
 from lightning_rl.cli.rerun.run import RecordedRun
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import DataError
 from lightning_rl.run.processes.dist import any_rank, from_rank_zero
 
 SCORES = {"eval/accuracy": "accuracy", "eval/reward_mean": "reward"}
@@ -61,26 +61,14 @@ class Trials:
         Updates for which nothing with an advantage is left are not made.
 
         Raises:
-            ConfigError: if it leaves too little, or the run was configured otherwise on the way.
+            ConfigError: if it leaves too little.
         """
-        for since in self._of_update(first, version):
-            raise ConfigError(f"the run was configured otherwise after iteration {since}")
         return self._scores(version, first - 1, change, [SkipIdle(), *observers])
 
     def batches(self, first: int, last: int) -> Retrained:
-        """Train iterations again, each with its own configuration, for what their updates see."""
+        """Train iterations again, unchanged, for what their updates see."""
         self._require_time()
-        begins = [first - 1, *self._of_update(first, last)]
-        ends = [*begins[1:], last]
-        parts = [retrain(self.run, end, begin) for begin, end in zip(begins, ends, strict=True)]
-        outcomes = {v: made for part in parts for v, made in part.outcomes.items()}
-        seen = {v: own for part in parts for v, own in part.seen.items()}
-        return replace(parts[-1], outcomes=outcomes, seen=seen)
-
-    def _of_update(self, first: int, last: int) -> list[int]:
-        """Return the versions after which iterations were configured to learn otherwise."""
-        found = self.run.changes(first, last).items()
-        return [v for v, changes in found if any(not c.key.startswith("data") for c in changes)]
+        return retrain(self.run, last, first - 1)
 
     def _scores(
         self, version: int, latest: int, change: RerunChange, observers: Sequence[Callback] = ()
