@@ -70,10 +70,9 @@ def examined(case: Case, found: Bisection, seconds: float) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> list[str]:
     """Return a table with a line per case."""
-    head = "| run | fault from iteration | found | cause named | suspects tried before |"
-    lines = [head, "|---|---|---|---|---|"]
+    lines = ["| run | fault from iteration | found | cause named |", "|---|---|---|---|"]
     for one in results:
-        cells = (one[key] for key in ("name", "onset", "iteration", "cause", "tried_before"))
+        cells = (one[key] for key in ("name", "onset", "iteration", "cause"))
         lines.append(f"| {' | '.join('none' if cell is None else str(cell) for cell in cells)} |")
     return lines
 
