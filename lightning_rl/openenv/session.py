@@ -38,7 +38,7 @@ class Answer:
     reward: float
     done: bool
     metadata: dict[str, Any] = field(default_factory=dict, compare=False)
-    """What the model does not read (OpenEnv 0.10); it may differ when an episode is repeated."""
+    """The model does not read it (OpenEnv 0.10), and it may differ in a repeated episode."""
 
 
 class Session:
