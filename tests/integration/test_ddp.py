@@ -299,6 +299,17 @@ def test_two_processes_make_a_pack_of_two_again(together, tiny_model, tmp_path):
 
 
 @slow
+def test_a_sharded_run_is_packed_bisected_and_audited(together, tiny_model):
+    """Whole weights are gathered by both, and one alone generates and pushes with them."""
+    first, second = together(2, rerun, str(tiny_model), True)
+    assert [first[name][0] for name in ("fit", "pack", "unpack", "audit")] == [0] * 4, first
+    assert first["unpack"][1].splitlines()[-1] == "equal to the bit"
+    assert first["bisect"][1].splitlines()[1].startswith("versions 2 → 4: ")
+    assert sum(" tokens equal, reward " in line for line in first["audit"][1].splitlines()) == 2
+    assert second["pack"][1] == second["bisect"][1] == second["audit"][1] == ""
+
+
+@slow
 def test_a_pack_of_two_processes_is_shrunk_as_one(together, tiny_model, tmp_path, capsys):
     step = together(2, rerun, str(tiny_model))[0]["step"]
     name = "state_dict.policy.lm.model.layers.1.mlp.up_proj.weight"

@@ -95,31 +95,37 @@ def guarded(model: str, *, where: Path) -> dict[str, Any]:
     raise AssertionError("the guard did not stop the run")
 
 
-def rerun(model: str, *, where: Path) -> dict[str, Any]:
-    """Run by the command line; by as many processes, do an iteration again, also with a change,
-    pack it, bisect the run, and audit it.
+def rerun(model: str, sharded: bool = False, *, where: Path) -> dict[str, Any]:
+    """Run by the command line; by as many processes, pack an iteration, bisect and audit the run,
+    and do an iteration again, also with a change.
+
+    A ``sharded`` run, whose checkpoints are sharded too, is only packed, bisected and audited.
     """
     rank = os.environ["RANK"]
     file = where / f"prompts_{rank}.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
     config = where / f"config_{rank}.yaml"
-    config.write_text(yaml.safe_dump(_config(model, where, file)))
+    config.write_text(yaml.safe_dump(_config(model, where, file, sharded)))
     run, step = str(where / "lightning_logs" / "version_0"), str(where / "step.zip")
     page = where / "bisect.html"
     fitted = command("fit", "--config", str(config))
     packed = command("pack", run, "--iteration", "4", "--out", step)
     torch.distributed.barrier()  # until it is written
-    return {
+    made = {
         "run": Path(run),
         "step": Path(step),
         "fit": fitted,
         "pack": packed,
         "unpack": command("unpack", step, "--run", "--out", str(where / "unpacked")),
+        "bisect": command("bisect", run, "--good", "2", "--bad", "4", "--page", str(page)),
+        "audit": command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1"),
+    }
+    if sharded:
+        return made
+    return made | {
         "iteration": command("rerun", run, "--iteration", "4", "--since", "0"),
         "without": command("rerun", run, "--to", "4", "--without", "4/1", "--evaluate"),
         "too much": command("rerun", run, "--to", "4", "--without", "4/1", "--without", "4/3"),
-        "bisect": command("bisect", run, "--good", "2", "--bad", "4", "--page", str(page)),
-        "audit": command("audit", run, "--share", "0.5", "--rollouts", "1", "--seed", "1"),
     }
 
 
@@ -138,7 +144,11 @@ def command(*arguments: str, folders: Sequence[Path] = ()) -> tuple[int, str, st
         return status, said.getvalue(), errors.read()
 
 
-def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
+def _config(model: str, where: Path, prompts: Path, sharded: bool) -> dict[str, Any]:
+    shards = {
+        "class_path": "lightning.pytorch.strategies.ModelParallelStrategy",
+        "init_args": {"data_parallel_size": 2, "tensor_parallel_size": 1},
+    }
     return {
         "model": {"class_path": "PolicyModule", "init_args": {
             "model": model, "update": {"minibatches": 2},
@@ -152,7 +162,8 @@ def _config(model: str, where: Path, prompts: Path) -> dict[str, Any]:
             "iterations_per_epoch": 4, "evaluation": {"prompts": str(prompts)},
         }},
         "trainer": {
-            "accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1,
+            "accelerator": "cpu", "devices": 2, "max_epochs": 1,
+            "strategy": shards if sharded else "ddp",
             "enable_model_summary": False, "enable_progress_bar": False,
             "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": str(where)}},
             "callbacks": [

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_rl.cli.audit.claims import same
 from lightning_rl.cli.rerun.compare import IterationRerun, rerun_iteration, within_rounding
-from lightning_rl.cli.rerun.rebuild import remade
+from lightning_rl.cli.rerun.rebuild import remade_for_one
 from lightning_rl.cli.rerun.rollouts import (
     RolloutRerun,
     data_with_engine,
@@ -157,8 +157,8 @@ def rollouts_again(
 
     A reward may look at all rollouts of a prompt, so these are graded together.
     """
-    with remade(run, version, version) as made:
-        if not made.trainer.is_global_zero:  # it has helped to train
+    with remade_for_one(run, version) as made:
+        if made is None:  # it has helped to train
             return
         data = data_with_engine(made)
         differ = made.diverged_at(run.log.outcomes()) is not None

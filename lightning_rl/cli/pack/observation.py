@@ -29,6 +29,7 @@ from lightning_rl.cli.rerun.compare import (
     rerun_iteration,
     within_rounding,
 )
+from lightning_rl.cli.rerun.rebuild import checkpoint_of
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.collect.loader import RolloutLoader, trainable
 from lightning_rl.data.packing import packed_rows
@@ -180,7 +181,7 @@ class Beginning(RLCallback):
         self.version = version
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self.checkpoint = checkpoint_of(trainer)
 
     def on_update_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: TensorDict

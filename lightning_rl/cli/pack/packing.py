@@ -136,7 +136,7 @@ _NOT_READ = (
     "datamodule_hparams_name",
     "datamodule_hyper_parameters",
     "datamodule_hparams_type",
-    "_RecordedBatches",
+    "RecordedBatches",
 )
 """Keys of a checkpoint that resume a run, but that a rerun does not read."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_rl.agents.branching import forked
 from lightning_rl.agents.rows import captured
-from lightning_rl.cli.rerun.rebuild import Remade, remade
+from lightning_rl.cli.rerun.rebuild import Remade, remade_for_one
 from lightning_rl.cli.rerun.rollouts import data_with_engine, pushed_engine
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
 from lightning_rl.collect.pipeline import RolloutPipeline
@@ -98,8 +98,8 @@ def branch_rollout(
     versions = captured(recorded, recorded.model_calls()[call]).completion.versions
     if recorded.demonstration or not versions or versions[0] < 0:
         raise DataError(f"rollout {rollout_id!r} has no answer of an engine there to rerun")
-    with remade(run, versions[0], versions[0]) as made:
-        if not made.trainer.is_global_zero:
+    with remade_for_one(run, versions[0]) as made:
+        if made is None:
             return None
         _go_on(made, branches)
         differ = made.diverged_at(run.log.outcomes()) is not None

@@ -3,14 +3,16 @@
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
 
 from lightning_rl.algos.objective import Decision
 from lightning_rl.callbacks import WeightSync
@@ -18,13 +20,13 @@ from lightning_rl.callbacks.base import RLCallback
 from lightning_rl.callbacks.rerun_recorder import outcome
 from lightning_rl.cli.app import RLCLI
 from lightning_rl.cli.rerun.change import UNCHANGED, RerunChange
+from lightning_rl.cli.rerun.recorded_batches import RecordedBatches
 from lightning_rl.cli.rerun.run import KeptWeights, RecordedRun
-from lightning_rl.collect.loader import RolloutLoader
 from lightning_rl.data.rollouts.log import Outcome
-from lightning_rl.errors import ConfigError, DataError
+from lightning_rl.errors import DataError
 from lightning_rl.learn.policies import RolloutModule
+from lightning_rl.models.parallel.sharding import full_tensor
 from lightning_rl.module import PolicyModule
-from lightning_rl.rollout import Rollout
 from lightning_rl.run.files.checkpoint_io import write_checkpoint
 from lightning_rl.run.files.resume import use_new_optimizer_settings
 from lightning_rl.run.hooks import callbacks_of, find_callbacks
@@ -163,28 +165,66 @@ def remade(
         if resumed > kept.version:  # from there on the run was configured otherwise
             before = remade(run, resumed, kept.version, kept.version, observers, change)
             begun, earlier = _saved(before, resumed, Path(scratch))
-        cli = _Rebuilt(run, latest, begun, scratch, change)
-        if not isinstance(cli.model, RolloutModule):
-            raise DataError(
-                f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
-                "PolicyModule or RolesModule learns from rollouts can be rerun"
-            )
-        cli.model.day.date = run.day or cli.model.day.date
-        callbacks = callbacks_of(cli.trainer)
-        syncs = find_callbacks(cli.trainer, WeightSync)
-        callbacks[:] = callbacks_that_rerun(callbacks)
-        made = Remade(begun, cli.model, cli.datamodule, cli.trainer, (*syncs, WeightSync())[0])
+        made = _begun(run, latest, begun, scratch, change)
         if version == begun.version:
             _load(made)
             dist.any_rank(False)  # all have read what this rank may remove
         else:
-            _require_ranks(run, range(begun.version + 1, version + 1), cli.trainer.world_size)
+            _require_ranks(run, range(begun.version + 1, version + 1), made.trainer.world_size)
             # First, so that whatever takes part sees the weights that were kept.
-            batches = _RecordedBatches(run, begun.version, version - begun.version, made, change)
-            callbacks[:0] = [_Retraining(made, batches), *observers]
-            cli.trainer.fit(cli.model, datamodule=batches)
+            count = version - begun.version
+            batches = RecordedBatches(run, begun.version, count, made.datamodule, change)
+            callbacks_of(made.trainer)[:0] = [_Retraining(made, batches), *observers]
+            made.trainer.fit(made.module, datamodule=batches)
         made.kept, made.outcomes = kept, made.outcomes | earlier
         yield made
+
+
+@contextmanager
+def remade_for_one(run: RecordedRun, version: int) -> Iterator[Remade | None]:
+    """Rebuild a version of the weights for rank 0, to generate and score with; None on the others.
+
+    All ranks have to call it, since they train together. Where they hold parts of a policy, or
+    compute together, rank 0 reads what they trained into a policy of its own.
+
+    Raises:
+        ConfigError, DataError: as :func:`remade` does.
+    """
+    with ExitStack() as opened:
+        made = opened.enter_context(remade(run, version, version))
+        if not made.trainer.is_global_zero:
+            yield None
+            return
+        policies = [module.loaded_policy for module in made.module.policies.values()]
+        if any(policy.sharded or policy.sequence is not None for policy in policies):
+            scratch = opened.enter_context(tempfile.TemporaryDirectory(prefix="lightning_rl_"))
+            path = Path(scratch, f"iteration_{version}.ckpt")
+            write_checkpoint(made.checkpoint, path)
+            alone = _begun(run, version, KeptWeights(version, path), scratch)
+            _load(alone)
+            made = replace(alone, kept=made.kept, outcomes=made.outcomes)
+        yield made
+
+
+def _begun(
+    run: RecordedRun,
+    version: int,
+    begun: KeptWeights,
+    scratch: str,
+    change: RerunChange = UNCHANGED,
+) -> Remade:
+    """Build the run's parts as of ``version``, with which training would go on from ``begun``."""
+    cli = _Rebuilt(run, version, begun, scratch, change)
+    if not isinstance(cli.model, RolloutModule):
+        raise DataError(
+            f"{run.config} trains {type(cli.model).__name__}; only runs in which a "
+            "PolicyModule or RolesModule learns from rollouts can be rerun"
+        )
+    cli.model.day.date = run.day or cli.model.day.date
+    callbacks = callbacks_of(cli.trainer)
+    syncs = find_callbacks(cli.trainer, WeightSync)
+    callbacks[:] = callbacks_that_rerun(callbacks)
+    return Remade(begun, cli.model, cli.datamodule, cli.trainer, (*syncs, WeightSync())[0])
 
 
 def _saved(
@@ -225,10 +265,17 @@ def _require_ranks(run: RecordedRun, versions: range, world_size: int) -> None:
             )
 
 
+def checkpoint_of(trainer: Trainer) -> dict[str, Any]:
+    """Return what a checkpoint would hold now; all ranks gather what a strategy leaves sharded."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    gathered: dict[str, Any] = apply_to_collection(checkpoint, Tensor, full_tensor)
+    return gathered
+
+
 class _Retraining(RLCallback):
     """Begins with kept weights, and records the results."""
 
-    def __init__(self, made: Remade, batches: "_RecordedBatches") -> None:
+    def __init__(self, made: Remade, batches: RecordedBatches) -> None:
         self.made, self.batches = made, batches
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -261,52 +308,4 @@ class _Retraining(RLCallback):
         self.made.outcomes[found.version] = found
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.made.checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-
-
-class _RecordedBatches(LightningDataModule):
-    """The recorded iterations after ``first``, instead of newly collected ones."""
-
-    is_rerun = True
-    skipped = False
-    """True if the change leaves out all rollouts of the last batch, so that it makes no update."""
-
-    def __init__(
-        self, run: RecordedRun, first: int, count: int, made: Remade, change: RerunChange
-    ) -> None:
-        super().__init__()
-        self.run, self.first, self.count = run, first, count
-        self.made, self.change = made, change
-
-    def train_dataloader(self) -> RolloutLoader:
-        assert self.trainer is not None
-        module = self.trainer.lightning_module
-        assert isinstance(module, RolloutModule)
-        roles = list(module.roles)
-        return RolloutLoader(self._read, self, self.count, lambda: module.iteration, None, roles)
-
-    def load_shares(self, states: Sequence[dict[str, Any]]) -> None:
-        """Do nothing: every iteration is read by its number."""
-
-    def val_dataloader(self) -> Any:
-        return []
-
-    def _read(self, place: int) -> list[Rollout]:
-        iteration = self.first + place + 1
-        rollouts = self.run.log.rollouts(iteration, dist.rank())
-        if self.change == UNCHANGED:
-            return rollouts
-        rollouts = self.change.apply(rollouts, self.made.datamodule)
-        groups = dist.gather(len({r.group_id for r in rollouts if r.graded}))
-        self.skipped = not any(groups)
-        if self.skipped:
-            return self.run.log.rollouts(iteration, dist.rank())  # for a batch, not trained on
-        least = max(policy.update.minibatches for policy in self.made.module.policies.values())
-        if 0 in groups or sum(groups) < least:
-            raise ConfigError(
-                f"{self.change}: leaves too few groups of iteration {iteration}, "
-                f"{' + '.join(map(str, groups))} on {len(groups)} ranks: its update takes one or "
-                f"more on each, and {least} or more for its minibatches; leave out fewer rollouts, "
-                f"or the whole iteration (--without {iteration})"
-            )
-        return rollouts
+        self.made.checkpoint = checkpoint_of(trainer)
