@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +21,14 @@ from lightning_rl.run.processes.child import Child, ending
 STAGE_S = 900.0
 """Seconds after which a stage counts as hanging."""
 _POLL_S = 0.1
+
+
+class Stage(NamedTuple):
+    """A command of a run's life; ``detail`` is added to its name where it succeeds."""
+
+    name: str
+    detail: str
+    command: Sequence[str]
 
 
 class Stages:
@@ -47,22 +57,24 @@ class Stages:
             yield failed
             return
         yield _tried("training, with all callbacks, to the first checkpoint; then a kill -9")
-        failed = self._stage("a resume", "fit", *self._config, "--ckpt_path=last")
-        if failed is not None:
-            yield failed
+        resume = ["fit", *self._config, "--ckpt_path=last"]
+        detail = f" from that checkpoint, to iteration {ITERATIONS}"
+        (resumed,) = _run(Stage("a resume", detail, resume))
+        yield resumed
+        if resumed.kind is Kind.FAILS:
             return
-        yield _tried(f"a resume from that checkpoint, to iteration {ITERATIONS}")
         run = newest_run(self._runs)
         assert run is not None  # a checkpoint was there
+        checks: list[Stage] = []
         if self._rollouts:
             yield from _rollouts(run)
             again = ["rerun", str(run), "--iteration", str(ITERATIONS), *self._options]
-            failed = self._stage("an iteration trained again", *again)
-            yield failed or _tried("an iteration trained again: equal bit for bit")
+            checks.append(Stage("an iteration trained again", ": equal bit for bit", again))
         if self._evaluates:
             last = str(checkpoints_in(run / "checkpoints")[0])
-            failed = self._stage("an evaluation", "validate", *self._config, f"--ckpt_path={last}")
-            yield failed or _tried("an evaluation of the last checkpoint")
+            evaluated = ["validate", *self._config, f"--ckpt_path={last}"]
+            checks.append(Stage("an evaluation", " of the last checkpoint", evaluated))
+        yield from _run(*checks)
         yield from _exports(run)
 
     def _fit_and_kill(self) -> RunFinding | None:
@@ -79,14 +91,18 @@ class Stages:
         finally:
             child.kill()
 
-    def _stage(self, what: str, *command: str) -> RunFinding | None:
-        """Run a command to its end; returns what is wrong, if anything is."""
-        child = start_command(*command)
-        try:
-            child.ended_within(STAGE_S)
-            return None if child.status == 0 else _failure(what, child)
-        finally:
-            child.kill()
+
+def _run(*stages: Stage) -> Iterator[RunFinding]:
+    """Run commands to their ends, side by side; yields what each shows."""
+    end = time.monotonic() + STAGE_S
+    with ExitStack() as started:
+        children = [start_command(*stage.command) for stage in stages]
+        for child in children:
+            started.callback(child.kill)
+        for stage, child in zip(stages, children, strict=True):
+            child.ended_within(max(0.0, end - time.monotonic()))
+            sound = child.status == 0
+            yield _tried(stage.name + stage.detail) if sound else _failure(stage.name, child)
 
 
 def _tried(text: str) -> RunFinding:
