@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from statistics import NormalDist, median
+from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from lightning_rl.collect.estimates import Comparison
@@ -76,15 +76,19 @@ def stands_out(curve: Curve, window: Window, times: float) -> bool:
     """Return True if a drop is more than so many times the spread of the curve's earlier steps.
 
     Training is noisy itself: a policy that fluctuates has real drops without a cause. The spread is
-    a robust one, 1.4826 times the median size of the steps before the window, or also of those
-    after it if there are fewer than four; so few in all tell none.
+    a robust one, 1.4826 times the median deviation from their mean of the steps before the window,
+    or also of those after it if there are fewer than four; so few in all tell none. A steady rise
+    is no noise.
     """
     pairs = list(pairwise(sorted(curve)))
-    steps = [abs(curve[b] - curve[a]) for a, b in pairs if b <= window.good]
+    steps = [curve[b] - curve[a] for a, b in pairs if b <= window.good]
     if len(steps) < _STEPS:
-        steps += [abs(curve[b] - curve[a]) for a, b in pairs if a >= window.bad]
+        steps += [curve[b] - curve[a] for a, b in pairs if a >= window.bad]
+    if len(steps) < _STEPS:
+        return False
+    usual = fmean(steps)
     drop = curve[window.good] - curve[window.bad]
-    return len(steps) >= _STEPS and drop > times * 1.4826 * median(steps)
+    return drop > times * 1.4826 * median(abs(step - usual) for step in steps)
 
 
 _STEPS = 4

@@ -120,9 +120,8 @@ def out_of_range(batches: Batches, first: int) -> Suspicion | None:
             outside = partial(_leaves, name, low, high, sets)
             strange = [s for s in batches[onset] if outside(s)]
             if strange:
-                last = onset
-                while any(map(outside, batches.get(last + 1, ()))):
-                    last += 1
+                # What is paid rarely at first is not seen in each iteration.
+                last = max(v for v, seen in batches.items() if any(map(outside, seen)))
                 before = f"was between {low:g} and {high:g}" if name in ranges else "was not there"
                 text = (
                     f"the reward {name} is {strange[0].rollout.reward_parts[name]:g} for "

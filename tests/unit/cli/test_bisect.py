@@ -51,10 +51,13 @@ def test_the_largest_of_many_differences_needs_to_be_larger():
 
 
 def test_a_drop_is_compared_with_the_curves_other_steps():
-    calm = {n: 1.0 + 0.01 * (n % 2) for n in range(6)}  # a spread of 0.014826
+    calm = {n: 1.0 + 0.01 * (n % 2) for n in range(6)}  # steps of 0.01 and -0.01, 0.002 on
+    # average, from which the median is 0.008 away: a spread of 1.4826 * 0.008 = 0.01186
     assert stands_out(calm | {6: 0.5}, Window(5, 6), 4.0)
-    assert not stands_out(calm | {6: 0.955}, Window(5, 6), 4.0)  # 0.055 of 0.0593
-    assert stands_out(calm | {6: 0.955}, Window(5, 6), 3.0)
+    assert not stands_out(calm | {6: 0.965}, Window(5, 6), 4.0)  # 0.045 of 0.0474
+    assert stands_out(calm | {6: 0.965}, Window(5, 6), 3.0)
+    steep = {n: 0.1 * n for n in range(6)}
+    assert stands_out(steep | {6: 0.4}, Window(5, 6), 2.0)  # as large as the steps up to it
     assert not stands_out({0: 1.0, 1: 0.0}, Window(0, 1), 2.0)  # nothing tells the noise
     verdict = told_apart(calm | {6: 0.9, 7: 0.2}, Window(5, 7), "reward/mean")
     assert verdict.iteration == 7
@@ -151,8 +154,8 @@ def test_a_judge_that_misreads_its_scale(batches):
 def test_a_new_part_of_the_reward(batches):
     """For prompts that had others before; those of a new set bring their own."""
 
-    def rewarded(s: Seen) -> Seen:
-        more = {"format": 3.0 * ("no" in s.rollout.completion)}
+    def rewarded(s: Seen, word: str = "no") -> Seen:
+        more = {"format": 3.0 * (word in s.rollout.completion)}
         return replace(s, rollout=replace(s.rollout, reward_parts=s.rollout.reward_parts | more))
 
     def moved(s: Seen) -> Seen:
@@ -162,6 +165,10 @@ def test_a_new_part_of_the_reward(batches):
     found = out_of_range(more, 1)
     assert (found.cause, found.onset, found.last) == (Cause.RANGE, 5, 6)
     assert found.text == "the reward format is 3 for 8 rollouts, and was not there before"
+    rare = change(batches, 4, rewarded)
+    rare[5] = [rewarded(s, "nobody says this") for s in batches[5]]
+    found = out_of_range(rare, 1)  # at first it is not paid in each iteration
+    assert (found.onset, found.last, len(found.rollouts)) == (4, 6, 16)
     assert out_of_range({v: list(map(moved, own)) if v == 5 else own for v, own in more.items()
                          if v < 6}, 1) is None  # fmt: skip
 
