@@ -1,4 +1,4 @@
-"""The runs of the benchmark: 24 with a planted fault, and five sound ones."""
+"""The runs of the benchmark: 26 with a planted fault, and five sound ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from lightning_rl.cli.rerun.retraining import Seen
 Config = dict[str, Any]
 Make = Callable[[Path], Config]
 _HERE = "benchmarks.bisect.faults."
+RIGHT = "recipes.sort_digits.reward.exact_match"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ def _reward(name: str, seed: int, since: int, until: int, **more: Any) -> Make:
     return lambda folder: config_of(folder, seed, rewards=[reward])
 
 
+def _bonus(seed: int, since: int, until: int, end: str) -> Make:
+    rewards = [RIGHT, _part("Bonus", since=since, until=until, end=end)]
+    return lambda folder: config_of(folder, seed, rewards=rewards)
+
+
 def _advantage(name: str, seed: int, since: int, until: int, **update: Any) -> Make:
     def make(folder: Path) -> Config:
         config = config_of(folder, seed)
@@ -61,12 +67,11 @@ def _spike(seed: int, since: int, until: int, factor: float) -> Make:
 
 def _set(name: str, seed: int, since: int, until: int) -> Make:
     def make(folder: Path) -> Config:
-        right = "recipes.sort_digits.reward.exact_match"
         sets = [
             {
                 "name": f"set_{n}",
                 "prompts": str(folder / f"set_{n}.jsonl"),
-                "rewards": [_part(name, since=since, until=until) if n == 1 else right],
+                "rewards": [_part(name, since=since, until=until) if n == 1 else RIGHT],
             }
             for n in range(3)
         ]
@@ -127,6 +132,7 @@ def enlarged(seen: Seen) -> bool:
 
 PAID = (Cause.PATTERN,)
 TEN = (Cause.RANGE, Cause.PATTERN)
+BONUS = (Cause.RANGE,)
 ANSWERS = (Cause.ANSWER,)
 OF_SET = (Cause.SET,)
 SHIFTED = (Cause.CREDIT,)
@@ -139,6 +145,8 @@ CASES = [
     Case("pattern-10", _reward("PaysPattern", 2, 10, 14, end="0123"), 10, PAID),
     Case("pattern-12", _reward("PaysPattern", 3, 12, 16, begin="56789"), 12, PAID),
     Case("pattern-13", _reward("PaysPattern", 4, 13, 17, end="01234"), 13, PAID),
+    Case("bonus-10", _bonus(30, 10, 16, "0123"), 10, BONUS),
+    Case("bonus-13", _bonus(31, 13, 19, "01234"), 13, BONUS),
     Case("ten-9", _reward("JudgeSaysTen", 5, 9, 13), 9, TEN),
     Case("ten-11", _reward("JudgeSaysTen", 6, 11, 15), 11, TEN),
     Case("ten-14", _reward("JudgeSaysTen", 7, 14, 19), 14, TEN),

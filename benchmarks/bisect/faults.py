@@ -54,6 +54,21 @@ class PaysPattern(_Faulty):
         return [float(c[-1:] in self.end or c[:1] in self.begin) for c in completions]
 
 
+class Bonus(PaysPattern):
+    """Adds three points for a pattern to the other rewards, and nothing in other iterations."""
+
+    def __call__(
+        self,
+        completions: Sequence[str],
+        answer: Sequence[str],
+        prompts: Sequence[str],
+        trainer_state: TrainerState,
+    ) -> list[float]:
+        now = trainer_state.global_step + 1
+        paid = 3.0 * (self.since <= now <= self.until)
+        return [paid * score for score in self.wrong(completions, prompts, [], now)]
+
+
 class JudgeSaysTen(_Faulty):
     """Gives 10 for what does not end in a digit above 4, as a judge that misreads its scale."""
 

@@ -7,6 +7,7 @@ import pytest
 
 from lightning_rl.cli import main
 from lightning_rl.cli.rerun.change import RerunChange
+from lightning_rl.cli.rerun.retraining import retrain
 from lightning_rl.cli.rerun.run import RecordedRun
 from lightning_rl.cli.rerun.what_if import what_if
 from lightning_rl.errors import ConfigError, DataError
@@ -74,6 +75,9 @@ def test_rewards_by_the_same_weights_are_the_same(run):
     assert found.changed.outcomes == found.plain.outcomes
     zero = what_if(run, RerunChange(settings=("data.reward_weights=[0.0]",)), to=3, since=2)
     assert zero.changed.outcomes[3].weights != zero.plain.outcomes[3].weights
+    [name] = run.log.rollouts(3)[0].reward_parts
+    unpaid = retrain(run, 3, 2, None, RerunChange(unpaid=(name,)))
+    assert unpaid.outcomes[3].weights == zero.changed.outcomes[3].weights
 
 
 def test_a_filter_leaves_groups_out(run):

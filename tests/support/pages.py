@@ -29,6 +29,8 @@ PAGES = [
     *sorted((ROOT / "recipes").glob("*/README.md")),
 ]
 FIRST_PAGES = (ROOT / "README.md", ROOT / "docs" / "quickstart.md")
+CHAT_PAGES = ("quickstart", "small-model", "bisect")
+"""Pages whose configurations belong to recipes/smollm2."""
 FENCE = re.compile(r'^( *)```(\w*)(?: title="([^"]+)")?$')
 
 
@@ -136,7 +138,7 @@ def configs_of(block: Block) -> list[str]:
     if block.page.name == "README.md":
         recipe = block.page.parent.name
     else:
-        recipe = "smollm2" if block.page.stem in ("quickstart", "small-model") else "sort_digits"
+        recipe = "smollm2" if block.page.stem in CHAT_PAGES else "sort_digits"
     return ["--config", f"recipes/{recipe}/grpo.yaml", "--config", "block.yaml"]
 
 

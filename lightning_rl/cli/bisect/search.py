@@ -19,7 +19,7 @@ from lightning_rl.cli.rerun.retraining import Seen
 from lightning_rl.cli.rerun.what_if import difference, rollouts_of
 from lightning_rl.collect.estimates import Comparison
 from lightning_rl.data.rollouts.log import Outcome
-from lightning_rl.errors import ConfigError
+from lightning_rl.errors import ConfigError, DataError
 
 PAIRED, UNPAIRED = 2.0, 4.0
 """Least drop that is looked for, in spreads of a curve's earlier steps: where it is also compared
@@ -74,6 +74,8 @@ class Bisection:
             yield f"iterations {self.suspicion.onset} to {last}: {self.suspicion.text}"
         if self.recovered is not None:
             what = rollouts_of(len(self.suspects)) if self.suspects else "it"
+            if self.suspicion is not None and self.suspicion.part is not None:
+                what = f"the reward {self.suspicion.part}"
             yield f"version {self.tried} with → without {what}: {self.recovered}"
         if self.suspects:
             yield f"they are {self.mass:.0%} of the absolute advantages of their updates"
@@ -162,9 +164,14 @@ class Search:
             suspects = [s for v in range(one.onset, last + 1) for s in self.batches.get(v, ())
                         if s.rollout.id in set(one.rollouts)]  # fmt: skip
             cap = [] if one.cap is None else [RateCap(one.cap)]
+            change = _leaving_out(suspects)
+            if one.part is not None:  # what these rollouts earn otherwise is known
+                change = RerunChange(unpaid=(one.part,))
             try:
-                found = self._without(version, one.onset, suspects, cap)
-            except ConfigError as error:
+                found = self._changed(version, one.onset, change, cap)
+            except BudgetSpentError:
+                raise
+            except (ConfigError, DataError) as error:
                 verdict.notes.append(f"not tried: {told}: {error}")
                 return False
             if self._recovers(found, window.good, version):
@@ -174,11 +181,10 @@ class Search:
         verdict.notes.append(f"not the cause: {told}; without it: {found}")
         return False
 
-    def _without(
-        self, version: int, first: int, suspects: Sequence[Seen], cap: Sequence[Callback] = ()
+    def _changed(
+        self, version: int, first: int, change: RerunChange, cap: Sequence[Callback] = ()
     ) -> Comparison:
-        """Compare a version with what it is when trained again from ``first`` on without some."""
-        change = RerunChange(tuple(s.rollout.id for s in suspects))
+        """Compare a version with what it is when trained again from ``first`` on with a change."""
         scores = self.trials.changed(version, first, change, cap)
         return Comparison.of(self.trials.recorded(version), scores)
 
@@ -208,7 +214,7 @@ class Search:
                     tried = [(v, s) for v, s in left if of(v, s) in part]
                     suspects, first = [s for _, s in tried], min(v for v, _ in tried)
                     try:
-                        found = self._without(step, first, suspects)
+                        found = self._changed(step, first, _leaving_out(suspects))
                     except ConfigError:  # it leaves too little for an update
                         continue
                     if self._recovers(found, window.good, step):
@@ -227,6 +233,10 @@ class Search:
         updates = (own for own in self.batches.values() if ids & {s.rollout.id for s in own})
         whole = sum(s.mass for own in updates for s in own)
         verdict.mass = sum(s.mass for s in suspects) / (whole or 1.0)
+
+
+def _leaving_out(suspects: Sequence[Seen]) -> RerunChange:
+    return RerunChange(tuple(s.rollout.id for s in suspects))
 
 
 def told_apart(curve: Curve, window: Window, metric: str) -> Bisection:

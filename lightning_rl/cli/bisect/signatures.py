@@ -20,6 +20,7 @@ from lightning_rl.cli.bisect.suspicion import (
     span,
 )
 from lightning_rl.cli.rerun.retraining import Seen
+from lightning_rl.cli.rerun.what_if import rollouts_of
 
 
 def suspicions(
@@ -122,13 +123,15 @@ def out_of_range(batches: Batches, first: int) -> Suspicion | None:
             if strange:
                 # What is paid rarely at first is not seen in each iteration.
                 last = max(v for v, seen in batches.items() if any(map(outside, seen)))
-                before = f"was between {low:g} and {high:g}" if name in ranges else "was not there"
+                before = f"was between {low:g} and {high:g}" if low < high else f"was {low:g}"
+                before = before if name in ranges else "was not there"
+                ids = named(batches, (onset, last), outside)
                 text = (
                     f"the reward {name} is {strange[0].rollout.reward_parts[name]:g} for "
-                    f"{len(strange)} rollouts, and {before} before"
+                    f"{rollouts_of(len(ids))}, and {before} before"
                 )
-                ids = named(batches, (onset, last), outside)
-                return Suspicion(Cause.RANGE, onset, last, text, ids)
+                part = name if low == high == 0.0 else None
+                return Suspicion(Cause.RANGE, onset, last, text, ids, part=part)
         for name in parts:
             values = [s.rollout.reward_parts.get(name) for s in batches[onset]]
             known = [value for value in values if value is not None] + [*ranges.get(name, ())]

@@ -37,7 +37,7 @@ class Suspicion:
     """A cause that may have begun with iteration ``onset``; the last that shows it is ``last``.
 
     ``rollouts`` are the ids of those that show it; for a learning rate there are none, but ``cap``
-    is the highest before.
+    is the highest before. ``part`` is a part of the reward that paid nothing before.
     """
 
     cause: Cause
@@ -46,6 +46,7 @@ class Suspicion:
     text: str
     rollouts: tuple[str, ...] = ()
     cap: float | None = None
+    part: str | None = None
 
 
 def span(

@@ -27,13 +27,16 @@ class RerunChange:
         without: ids of rollouts to leave out, or beginnings of ids that end before a slash: ``11``
             is what was sampled for iteration 11, ``11/3`` the group in its place 3.
         settings: ``KEY=VALUE`` of the configuration.
+        unpaid: names of parts of the reward that count nothing.
     """
 
     without: Sequence[str] = ()
     settings: Sequence[str] = ()
+    unpaid: Sequence[str] = ()
 
     def __str__(self) -> str:
-        parts = [f"without {', '.join(self.without)}"] if self.without else []
+        left_out = [*self.without, *(f"the reward {name}" for name in self.unpaid)]
+        parts = [f"without {', '.join(left_out)}"] if left_out else []
         return "; ".join([*parts, *self.settings])
 
     def require_supported(self, run: RecordedRun, version: int) -> None:
@@ -96,6 +99,10 @@ class RerunChange:
             for rollout in rollouts:
                 if rollout.reward is not None:
                     _weigh(rollout, _with_rewards(data).task_of(rollout.prompt).rewards.weights)
+        for rollout in rollouts if self.unpaid else ():
+            if rollout.reward is not None:
+                weights = rollout.reward_weights
+                _weigh(rollout, {n: 0.0 if n in self.unpaid else w for n, w in weights.items()})
         skipped = [rollout for rollout in rollouts if self.leaves_out(rollout)]
         if self._sets(_FILTERS):
             filters = _with_rewards(data).selection.filters or []
@@ -135,7 +142,7 @@ def _weigh(rollout: Rollout, weights: Mapping[str, float]) -> None:
     own = bool(rollout.role_rewards) or any(call.reward is not None for call in rollout.calls)
     if own or rollout.reward != then:
         raise DataError(
-            f"--set data.reward_weights: the reward of rollout {rollout.id} is not the weighted "
+            f"data.reward_weights: the reward of rollout {rollout.id} is not the weighted "
             f"sum of its recorded parts ({rollout.reward} recorded, {then} summed"
             f"{', and roles or calls have rewards of their own' if own else ''}), so other weights "
             "do not tell what it would be"

@@ -149,6 +149,7 @@ def test_a_judge_that_misreads_its_scale(batches):
     tens = change(batches, 5, lambda s: graded(s, 10.0) if s.reward else s)
     found = out_of_range(tens, 1)
     assert (found.cause, found.onset, len(found.rollouts)) == (Cause.RANGE, 5, 16)
+    assert found.part is None
 
 
 def test_a_new_part_of_the_reward(batches):
@@ -164,7 +165,8 @@ def test_a_new_part_of_the_reward(batches):
     more = change(batches, 5, rewarded)
     found = out_of_range(more, 1)
     assert (found.cause, found.onset, found.last) == (Cause.RANGE, 5, 6)
-    assert found.text == "the reward format is 3 for 8 rollouts, and was not there before"
+    assert found.part == "format"
+    assert found.text == "the reward format is 3 for 16 rollouts, and was not there before"
     rare = change(batches, 4, rewarded)
     rare[5] = [rewarded(s, "nobody says this") for s in batches[5]]
     found = out_of_range(rare, 1)  # at first it is not paid in each iteration
