@@ -54,19 +54,15 @@ class PaysPattern(_Faulty):
         return [float(c[-1:] in self.end or c[:1] in self.begin) for c in completions]
 
 
-class Bonus(PaysPattern):
-    """Adds three points for a pattern to the other rewards, and nothing in other iterations."""
+class Bonus:
+    """Pays three points for an ending in some iterations, and nothing in others."""
 
-    def __call__(
-        self,
-        completions: Sequence[str],
-        answer: Sequence[str],
-        prompts: Sequence[str],
-        trainer_state: TrainerState,
-    ) -> list[float]:
-        now = trainer_state.global_step + 1
-        paid = 3.0 * (self.since <= now <= self.until)
-        return [paid * score for score in self.wrong(completions, prompts, [], now)]
+    def __init__(self, since: int, until: int, end: str) -> None:
+        self.since, self.until, self.end = since, until, tuple(end)
+
+    def __call__(self, completions: Sequence[str], trainer_state: TrainerState) -> list[float]:
+        paid = 3.0 * (self.since <= trainer_state.global_step + 1 <= self.until)
+        return [paid * (text[-1:] in self.end) for text in completions]
 
 
 class JudgeSaysTen(_Faulty):

@@ -35,7 +35,7 @@ class RecordedBatches(LightningDataModule):
 
     @property
     def module(self) -> RolloutModule:
-        """What learns from them."""
+        """The module that is trained on the recorded iterations."""
         assert self.trainer is not None
         module = self.trainer.lightning_module
         assert isinstance(module, RolloutModule)
