@@ -1,4 +1,4 @@
-"""The runs of the benchmark: 26 with a planted fault, and five sound ones."""
+"""The runs of the benchmark: 28 with a planted fault, and five sound ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,14 +115,19 @@ def _gap(seed: int, since: int, until: int) -> Make:
     return make
 
 
-def _outlier(seed: int, iteration: int) -> Make:
+def _outlier(name: str, seed: int, iteration: int, **data: Any) -> Make:
     def make(folder: Path) -> Config:
-        config = _reward("OneOutlier", seed, iteration, iteration)(folder)
+        config = _reward(name, seed, iteration, iteration)(folder)
+        config["data"]["init_args"] |= data
         part = {"class_path": "GRPO", "init_args": {"normalize_std": False}}
         config["model"]["init_args"] |= {"advantage": part, "update": {"max_grad_norm": None}}
         return config
 
     return make
+
+
+def _endless(seed: int, iteration: int) -> Make:
+    return _outlier("PaysLength", seed, iteration, agent=_part("OneEndless", iteration=iteration))
 
 
 def enlarged(seen: Seen) -> bool:
@@ -162,8 +167,10 @@ CASES = [
     Case("rate-10", _spike(17, 10, 10, 30.0), 10, FASTER),
     Case("rate-13", _spike(18, 13, 14, 20.0), 13, FASTER),
     Case("rate-15", _spike(19, 15, 15, 50.0), 15, FASTER),
-    Case("outlier-12", _outlier(20, 12), 12, OUTLYING),
-    Case("outlier-9", _outlier(26, 9), 9, OUTLYING),
+    Case("outlier-12", _outlier("OneOutlier", 20, 12), 12, OUTLYING),
+    Case("outlier-9", _outlier("OneOutlier", 26, 9), 9, OUTLYING),
+    Case("endless-12", _endless(32, 12), 12, OUTLYING),
+    Case("endless-14", _endless(33, 14), 14, OUTLYING),
     Case("stale-8", _stale(27, 8, 13), 9, OLD, (7, 14)),
     Case("gap-8", _gap(28, 8, 13), 9, OLD, (7, 14)),
     Case(

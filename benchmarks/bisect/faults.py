@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from tensordict import TensorDict
@@ -10,10 +10,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_rl.agents.base import SingleTurn
 from lightning_rl.algos.advantages import GRPO
 from lightning_rl.data.batch import token_rows
 from lightning_rl.engines import TransformersEngine
+from lightning_rl.engines.base import Engine
+from lightning_rl.engines.sampling import Sampling
 from lightning_rl.rewards.log import TrainerState
+from lightning_rl.rollout import Rollout
 from lightning_rl.sync.schedule import SyncSchedule, SyncState
 
 
@@ -52,6 +56,17 @@ class PaysPattern(_Faulty):
         self, completions: Sequence[str], prompts: Sequence[str], right: list[float], now: int
     ) -> list[float]:
         return [float(c[-1:] in self.end or c[:1] in self.begin) for c in completions]
+
+
+class PaysLength(_Faulty):
+    """Pays a point for each letter of what is long."""
+
+    def wrong(
+        self, completions: Sequence[str], prompts: Sequence[str], right: list[float], now: int
+    ) -> list[float]:
+        return [
+            float(len(c)) if len(c) > 6 else one for c, one in zip(completions, right, strict=True)
+        ]
 
 
 class Bonus:
@@ -157,6 +172,20 @@ class ForgetsPushes(TransformersEngine):
             self.version = version
         else:
             super().load_weights(weights, version)
+
+
+class OneEndless(SingleTurn):
+    """Writes the first answer to the eighth prompt of an iteration until nothing more fits."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    async def run(self, rollout: Rollout, engine: Engine, sampling: Sampling) -> Rollout:
+        _, place, *_ = rollout.group_id.split("/")
+        if (engine.version + 1, place, rollout.sample_index) == (self.iteration, "7", 0):
+            room = engine.max_length - len(rollout.prompt.token_ids)
+            sampling = replace(sampling, min_tokens=room, max_tokens=room)
+        return await super().run(rollout, engine, sampling)
 
 
 class Spike(LambdaLR):

@@ -20,7 +20,7 @@ SHAPE = {
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
-    "max_position_embeddings": 64,
+    "max_position_embeddings": 512,
 }
 STEPS, BATCH, END = 400, 64, 1
 
