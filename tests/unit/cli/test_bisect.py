@@ -51,14 +51,16 @@ def test_the_largest_of_many_differences_needs_to_be_larger():
 
 
 def test_a_drop_is_compared_with_the_curves_other_steps():
-    calm = {n: 1.0 + 0.01 * (n % 2) for n in range(6)}  # steps of 0.01 and -0.01, 0.002 on
-    # average, from which the median is 0.008 away: a spread of 1.4826 * 0.008 = 0.01186
+    calm = {n: 1.0 + 0.01 * (n % 2) for n in range(6)}  # steps of 0.01 and -0.01, which differ by
+    # 0.02: a spread of 0.02 / 1.128 = 0.01772
     assert stands_out(calm | {6: 0.5}, Window(5, 6), 4.0)
-    assert not stands_out(calm | {6: 0.965}, Window(5, 6), 4.0)  # 0.045 of 0.0474
-    assert stands_out(calm | {6: 0.965}, Window(5, 6), 3.0)
-    steep = {n: 0.1 * n for n in range(6)}
-    assert stands_out(steep | {6: 0.4}, Window(5, 6), 2.0)  # as large as the steps up to it
-    assert not stands_out({0: 1.0, 1: 0.0}, Window(0, 1), 2.0)  # nothing tells the noise
+    assert not stands_out(calm | {6: 0.94}, Window(5, 6), 4.0)  # 0.07 of 0.0709
+    assert stands_out(calm | {6: 0.94}, Window(5, 6), 3.9)  # 0.0691
+    slowing = {n: 0.1 * n - 0.01 * n**2 for n in range(6)}  # each step is 0.02 less than the last
+    assert stands_out(slowing | {6: 0.2}, Window(5, 6), 2.0)  # 0.05, where steps were up to 0.09
+    assert not stands_out({0: 0.2, 1: 0.9, 2: 0.8, 3: 0.7}, Window(1, 2), 2.0)  # tells no noise
+    late = {0: 0.8, 2: 0.2} | {n: 0.2 + 0.01 * (n % 2) for n in range(3, 7)}
+    assert stands_out(late, Window(0, 2), 4.0)  # the noise is told by the steps after it
     verdict = told_apart(calm | {6: 0.9, 7: 0.2}, Window(5, 7), "reward/mean")
     assert verdict.iteration == 7
     assert "choose eval/accuracy" in verdict.notes[0]
