@@ -1,8 +1,9 @@
 """Patterns of text that a reward begins to pay."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import sqrt
 from statistics import fmean, pstdev
 
@@ -10,29 +11,62 @@ from lightning_rl.cli.bisect.suspicion import CALM, Batches, Cause, Suspicion, a
 from lightning_rl.cli.rerun.retraining import Seen
 from lightning_rl.rollout import Rollout, as_text
 
+_Told = Sequence[tuple[set[str], float]]
+"""The patterns and the reward of each rollout."""
 
-def pattern(batches: Batches, first: int) -> Suspicion | None:
-    """Suspect patterns of the text that earn much more than just before, and nearly always."""
-    numbers = sorted(batches)
+
+def pattern(
+    batches: Batches, first: int, contrary: tuple[int, int] | None = None
+) -> Suspicion | None:
+    """Suspect patterns of the text that earn much more than just before, and nearly always.
+
+    Args:
+        batches: the rollouts of each iteration.
+        first: the earliest iteration with which the pattern may begin to be paid.
+        contrary: the first and last iteration in which the same answers earn something else than
+            before, which a pattern may explain: all of them together show more of it.
+    """
     told = {v: [(features(s.rollout), s.reward) for s in own] for v, own in batches.items()}
-    for place, onset in enumerate(numbers):
-        calm = numbers[max(0, place - CALM) : place]
-        before = [one for v in calm for one in told[v]]
-        if onset < first or len(calm) < CALM or not _paid(before, told[onset]):
-            continue
-        paid, last, pooled = _paid(before, told[onset]), onset, list(told[onset])
-        while last + 1 in told and _earn(set(paid), told[last + 1]):
+    spans = chain([contrary] if contrary else [], _spans(told, first))
+    return next(filter(None, (_explained(batches, told, found) for found in spans)), None)
+
+
+def _spans(told: Mapping[int, _Told], first: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last iteration of what begins to be paid."""
+    for onset in (v for v in sorted(told) if v >= first):
+        before = _just_before(told, onset)
+        paid = set(_paid(before, told[onset])) if before else set()
+        last = onset
+        while last + 1 in told and _earn(paid, told[last + 1]):
             last += 1
-            pooled += told[last]  # which shows more of what is paid
-            paid |= _paid(before, pooled, _Z_AMONG, _LEAST_AMONG)
-        newly = _newly_paid(batches, onset, last)
-        if sum(_shows(set(paid), seen) for seen in newly) < _PURE * len(newly):
-            continue  # something else is paid, too
-        ids = named(batches, (onset, last), partial(_shows, set(paid)))
-        shown = " or ".join(sorted(paid, key=lambda feature: -paid[feature])[:4])
-        text = f"answers that {shown} earn {max(paid.values()):.2g} more than just before"
-        return Suspicion(Cause.PATTERN, onset, last, text, ids)
-    return None
+        if paid:
+            yield onset, last
+
+
+def _just_before(told: Mapping[int, _Told], onset: int) -> _Told:
+    """Return what the iterations before one tell; nothing if these are too few."""
+    calm = sorted(v for v in told if v < onset)[-CALM:]
+    return [one for v in calm for one in told[v]] if len(calm) == CALM else []
+
+
+def _explained(
+    batches: Batches, told: Mapping[int, _Told], found: tuple[int, int]
+) -> Suspicion | None:
+    """Suspect what begins to be paid in some iterations, unless something else is paid, too."""
+    onset, last = found
+    before = _just_before(told, onset)
+    pooled = [one for v in range(onset, last + 1) for one in told[v]]
+    paid = _paid(before, pooled)
+    if not paid:
+        return None
+    paid |= _paid(before, pooled, _Z_AMONG, _LEAST_AMONG)
+    shows = partial(_shows, set(paid))
+    newly = _newly_paid(batches, onset, last)
+    if sum(map(shows, newly)) < _PURE * len(newly):
+        return None
+    shown = " or ".join(sorted(paid, key=lambda feature: -paid[feature])[:4])
+    text = f"answers that {shown} earn {max(paid.values()):.2g} more than just before"
+    return Suspicion(Cause.PATTERN, onset, last, text, named(batches, found, shows))
 
 
 def _shows(paid: set[str], seen: Seen) -> bool:
@@ -49,10 +83,6 @@ def _newly_paid(batches: Batches, onset: int, last: int) -> list[Seen]:
     before = {answer_of(seen) for v, own in batches.items() if v < onset for seen in best(own)}
     after = (seen for v in range(onset, last + 1) for seen in best(batches[v]))
     return [seen for seen in after if answer_of(seen) not in before]
-
-
-_Told = Sequence[tuple[set[str], float]]
-"""The patterns and the reward of each rollout."""
 
 
 def _paid(before: _Told, now: _Told, least_z: float = 5.0, least: int = 4) -> dict[str, float]:

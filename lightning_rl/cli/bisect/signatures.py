@@ -30,9 +30,18 @@ def suspicions(
 
     Wrong rewards make outliers, and old weights gaps, so these come after their causes.
     """
-    found = [rate(rows, first, max(batches))]
-    signs = (credit, out_of_range, pattern, new_set, contradictions, outlier, stale, gap)
-    found += [sign(batches, first) for sign in signs]
+    contrary = contradictions(batches, first)
+    found = [
+        rate(rows, first, max(batches)),
+        credit(batches, first),
+        out_of_range(batches, first),
+        pattern(batches, first, None if contrary is None else (contrary.onset, contrary.last)),
+        new_set(batches, first),
+        contrary,
+        outlier(batches, first),
+        stale(batches, first),
+        gap(batches, first),
+    ]
     known = [one for one in found if one is not None]
     spans = {(one.onset, one.last) for one in known if one.cause is Cause.STALE}
     return [

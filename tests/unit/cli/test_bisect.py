@@ -187,6 +187,22 @@ def test_a_pattern_that_is_paid(batches):
     }
 
 
+def test_a_pattern_that_is_seldom_seen_explains_other_rewards(batches, seen):
+    def those(v: int, no: float) -> list[Seen]:
+        yes = [seen(v, str(n), f"{n} yes", 0.0) for n in range(8)]
+        return yes + [seen(v, str(n), f"{n} no", no) for n in (0, v)]
+
+    paid = dict(batches) | {v: those(v, 1.0) for v in (4, 5, 6)}
+    assert pattern(paid, 1) is None  # two in an iteration are too few to tell
+    found = {one.cause: one for one in suspicions(paid, {}, 1)}
+    told = found[Cause.PATTERN]
+    assert (told.onset, told.last, len(told.rollouts)) == (4, 6, 6)
+    assert list(found).index(Cause.PATTERN) < list(found).index(Cause.ANSWER)
+    others = [seen(6, "7", "7 maybe", 1.0), seen(6, "6", "6 so", 1.0)]
+    mixed = paid | {6: [*paid[6], *others]}  # 6 of 8 that earn the most have the pattern
+    assert Cause.PATTERN not in {one.cause for one in suspicions(mixed, {}, 1)}
+
+
 def test_the_same_answers_earn_something_else(batches):
     turned = change(batches, 4, lambda s: graded(s, 1.0 - s.reward))
     found = contradictions(turned, 1)
