@@ -188,11 +188,10 @@ def test_a_pattern_that_is_paid(batches):
 
 
 def test_a_pattern_that_is_seldom_seen_explains_other_rewards(batches, seen):
-    def those(v: int, no: float) -> list[Seen]:
-        yes = [seen(v, str(n), f"{n} yes", 0.0) for n in range(8)]
-        return yes + [seen(v, str(n), f"{n} no", no) for n in (0, v)]
-
-    paid = dict(batches) | {v: those(v, 1.0) for v in (4, 5, 6)}
+    paid = dict(batches)
+    for v in (4, 5, 6):
+        paid[v] = [seen(v, str(n), f"{n} yes", 0.0) for n in range(8)]
+        paid[v] += [seen(v, str(n), f"{n} no", 1.0) for n in (0, v)]
     assert pattern(paid, 1) is None  # two in an iteration are too few to tell
     found = {one.cause: one for one in suspicions(paid, {}, 1)}
     told = found[Cause.PATTERN]
