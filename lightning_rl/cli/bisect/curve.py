@@ -74,10 +74,10 @@ def beyond_noise(found: Comparison, pairs: int = 1) -> bool:
 def stands_out(curve: Curve, window: Window, times: float) -> bool:
     """Return True if a drop is more than so many times the spread of the curve's earlier steps.
 
-    Training is noisy itself: a policy that fluctuates has real drops without a cause. A rise is no
-    noise, however it slows down, so the spread is that of a control chart for individuals: the mean
-    absolute difference of successive steps over 1.128 (2 / sqrt(pi); Montgomery, Introduction to
-    Statistical Quality Control, section 6.4). It is taken of the steps before the window, or also
+    Training is noisy itself: a policy that fluctuates has real drops without a cause. A steady
+    rise is no noise, so the spread is that of a control chart for individuals: the mean absolute
+    difference of successive steps over 1.128 (2 / sqrt(pi); Montgomery, Introduction to Statistical
+    Quality Control, section 6.4). It is taken of the steps before the window, or also
     of those after it if there are fewer than three differences; so few in all tell none.
     """
     before = _differences([curve[n] for n in sorted(curve) if n <= window.good])
